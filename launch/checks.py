@@ -78,9 +78,8 @@ def start_problems(run: Run, jobs: list[Job], options: Options, disk: Disk, *, s
     if config.launch.check_fit:
         reasons += memory_problems(config, running, options)
         if disk.needed > disk.free and not (showing and slurm):
-            parts = ", ".join(f"{name} {readable(size)}" for name, size in disk.parts.items() if size)
-            reasons.append(f"the run may write {readable(disk.needed)} ({parts}), but only {readable(disk.free)} are "
-                           f"free at {run.folder}: free some space, set runs_dir, or keep fewer checkpoints "
+            reasons.append(f"the run may write {readable(disk.needed)} ({disk.parts}), but only {readable(disk.free)} "
+                           f"are free at {run.folder}: free some space, set runs_dir, or keep fewer checkpoints "
                            f"(train.checkpoint.keep). launch.check_fit=false starts it anyway.")
     return reasons + refusals(partial(refuse_unusable_inputs, run, jobs, options))
 
@@ -188,20 +187,14 @@ def cluster_problems(config: Config, jobs: list[Job], nodes: Sequence[NodeKind])
         fitting = sum(kind.nodes for kind in kinds if kind.cpus >= cores and kind.gpus >= gpus
                       and (kind.memory_mb >= megabytes(memory) or kind.memory_mb == 1))  # 1: the site does not say
         most = max(kind.most for kind in kinds)
-        longest = max(seconds(kind.longest, inf) for kind in kinds) / 60
-        above = "qos" not in options_of(job) and (job.all_nodes > most or job.minutes > longest)  # a QOS may lift them
-        if above or job.all_nodes > fitting:
-            limits = [f"{most:g} nodes"] * (most < inf) + [f"{longest:g} min"] * (longest < inf)
-            allows = f", and allows {' for '.join(limits)} (without launch.qos)" * bool(limits)
-            have = "; ".join(
-                f"{counted(kind.nodes, 'node')} with {counted(kind.cpus, 'core')}, {kind.memory_mb:,} MB, "
-                f"{counted(kind.gpus, 'GPU')}" for kind in kinds)
-            share = f"{counted(cores, 'core')}, {f'{memory}, ' * (memory != '0')}{counted(gpus, 'GPU')}"
+        longest = max(seconds(kind.longest, inf) for kind in kinds)
+        above = job.all_nodes > most or 60 * job.minutes > longest
+        if job.all_nodes > fitting or (above and "qos" not in options_of(job)):  # a QOS may lift the limits
             requests.setdefault(
-                f"requests {counted(job.all_nodes, 'node')} with {share} each for {job.minutes} min, but the partition "
-                f"{', '.join(dict.fromkeys(kind.partition for kind in kinds))} has {have}{allows}: change --nodes, "
-                f"launch.cpus, mem, gpus_per_node, processes, time or partition (launch.request_gpus=false requests no "
-                f"GPUs, where Slurm does not count them).", []).append(job.key)
+                f"requests {counted(job.all_nodes, 'node')} with {counted(cores, 'core')}, mem {memory}, "
+                f"{counted(gpus, 'GPU')} each for {job.minutes} min, but Slurm has {', '.join(map(str, kinds))}. "
+                f"Change --nodes, launch.cpus, mem, gpus_per_node, processes, time or partition "
+                f"(launch.request_gpus=false requests no GPUs, where Slurm does not count them).", []).append(job.key)
     yield from (f"{first(keys)}: {text}" for text, keys in requests.items())
 
 

@@ -29,7 +29,7 @@ from drover.pipeline.records.metrics import TrainingRecords, reordered
 if TYPE_CHECKING:
     from drover.pipeline.data.sampling.consumption import Consumption
 
-SLURM_COLUMNS = ("job", "state", "nodes", "work", "of a node", "time", "where", "after")
+COLUMNS = ("job", "state", "work", "nodes", "of a node", "time", "where", "after")
 OF_THE_ORDER = ("config.seed", "config.train.mixture", "config.train.sequence_length", "inputs.encode")
 WEIGHT_BYTES = 4
 """Bytes of a parameter's fp32 value, in a checkpoint and in training. A gradient takes as much again; the optimizer's
@@ -38,19 +38,18 @@ state comes on top."""
 
 @dataclass(frozen=True)
 class Disk:
-    """Estimate of the bytes that the planned stages write, by kind in `parts`, and the bytes free there. What is
-    unknown is not counted."""
+    """Estimate of the bytes that the planned stages write, without those that they have written, and the bytes free
+    there. What is unknown is not counted. parts: what they write, in words."""
 
     needed: int
     free: int
-    parts: dict[str, int]
+    parts: str
 
 
 def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Disk) -> None:
     """Print the run folder, one row per job, and what the settings of train amount to."""
     draw(f"run       {run.folder}", f"cluster   {options.cluster} ({where})", *reuse_lines(run))
-    headings = SLURM_COLUMNS if options.cluster == "slurm" else ("stage", "state", "resources")
-    draw("", table([headings, *(_row(run, job, options) for job in jobs)]))
+    draw("", table([COLUMNS, *(_row(run, job, options) for job in jobs)]))
     if train := next((job for job in jobs if job.stage == "train"), None):
         state = train.state
         continues = not train.forced and (state.kind == "resumable" or (
@@ -61,10 +60,7 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
             draw(f"nodes     if nodes fail, training can continue on {first([*map(str, counts)])} of "
                  f"{train.nodes} nodes")
     if disk.needed:
-        written = sum(disk.parts.values()) - disk.needed
-        draw(f"disk      about {readable(disk.needed)} of {readable(disk.free)} free:",
-             *(f"          {readable(size):>7} {name}" for name, size in disk.parts.items() if size),
-             *[f"          {readable(written):>7} of that are written already"] * bool(written))
+        draw(f"disk      about {readable(disk.needed)} of {readable(disk.free)} free ({disk.parts})")
     draw("")
 
 
@@ -79,20 +75,18 @@ def reuse_lines(run: Run) -> list[str]:
 
 def _row(run: Run, job: Job, options: Options) -> list[str]:
     """A job's row of the table: its processes, and on Slurm also what it requests."""
-    slurm = options.cluster == "slurm"
-    state = str(job.state)
+    state = job.state.kind if job.state.kind == "absent" else str(job.state)  # the last column says what it waits for
     if job.forced:
         state = f"rebuild (now {job.state.kind})"
-    elif slurm and job.state.kind == "absent":
-        state = "absent"  # the last column says what it waits for
     elif job.state.kind == "done" and run.is_reused(job.stage):
         state = "reused"
     if not job.to_run:
-        return [job.key, state, *([""] * (len(SLURM_COLUMNS) - 2) if slurm else ["-"])]
+        return [job.key, state, *[""] * len(COLUMNS[2:])]
     work = (f"{counted(job.ranks, 'rank')} x {counted(job.cpus_per_task, 'thread')}" if job.ranks else
             f"{job.processes} process{'es' * (job.processes > 1)}")
-    if not slurm:
-        return [job.key, state, work + ", 1 GPU each" * bool(job.ranks and options.machine.gpus)]
+    after = ", ".join(job.dependencies)
+    if options.cluster == "local":
+        return [job.key, state, work + ", 1 GPU each" * bool(job.ranks and options.machine.gpus), "", "", "", "", after]
     nodes = f"{job.nodes}{f' + {job.spare_nodes} spare' if job.spare_nodes else ''}"
     nodes += f", {len(job.elements)} elements" if job.elements else ""
     extra = job.resources.extra or {}
@@ -101,8 +95,8 @@ def _row(run: Run, job: Job, options: Options) -> list[str]:
     share = [counted(job.tasks_per_node * job.cpus_per_task, "core"),
              counted(job.gpus_per_node, "GPU") if job.gpus_per_node else "",
              "all memory" if job.resources.mem == "0" else job.resources.mem]
-    return [job.key, state, nodes, work, ", ".join(filter(None, share)), duration(60 * job.minutes),
-            ", ".join(str(part) for part in where if part) or "-", ", ".join(job.dependencies)]
+    return [job.key, state, work, nodes, ", ".join(filter(None, share)), duration(60 * job.minutes),
+            ", ".join(str(part) for part in where if part), after]
 
 
 def training_facts(config: Config, job: Job) -> list[str]:
@@ -229,8 +223,7 @@ def state_bytes_per_rank(config: Config, ranks: int) -> int:
 
 def disk(config: Config, jobs: list[Job]) -> Disk:
     """What the jobs that will run write under the run folder besides the text and its tokens, whose sizes are known
-    once filters and tokenizer have run, less what they have already written. A new checkpoint is complete before an
-    old one is removed."""
+    once filters and tokenizer have run. A new checkpoint is complete before an old one is removed."""
     running = {job.stage for job in jobs if job.to_run} & {"train", "convert"}
     parts = dict[str, int]()
     shape, checkpoint = shape_of(config), config.train.checkpoint
@@ -246,4 +239,5 @@ def disk(config: Config, jobs: list[Job]) -> Disk:
     written = 0
     with suppress(OSError):  # of a run that is at work, files may be removed meanwhile
         written = sum(path.stat().st_size for stage in running for path in (folder / stage).rglob("*"))
-    return Disk(max(0, sum(parts.values()) - written), shutil.disk_usage(existing).free, parts)
+    return Disk(max(0, sum(parts.values()) - written), shutil.disk_usage(existing).free,
+                ", ".join(f"{name} {readable(size)}" for name, size in parts.items()))

@@ -17,7 +17,7 @@ from pathlib import Path
 from drover.launch.slurm.scheduler import NodeKind, Scheduler, seconds
 from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.core.console import Parser, Program, counted, echo
+from drover.pipeline.core.console import Parser, Program, echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_text
 
@@ -45,9 +45,7 @@ def work(options: argparse.Namespace) -> int:
     settings = scheduler.site_settings()
     accounts = [" ".join(filter(None, row)) for row in scheduler.associations(getpass.getuser())]
     echo(f"Slurm {settings.get('SLURM_VERSION', 'unknown')}; accounts and QOS: {'; '.join(accounts) or 'none'}",
-         *(f"partition {kind.partition}{'*' * kind.usual}: {counted(kind.nodes, 'node')} with {kind.cpus} cores, "
-           f"{kind.memory_mb / 1000:,.0f} GB, {kind.gpus} GPUs; time limit {kind.longest or 'unknown'}, node limit "
-           f"{'infinite' if kind.most == inf else kind.most}" for kind in kinds))
+         *map(str, kinds))
     if options.write:
         chosen = [kind for kind in kinds if not options.partition or kind.partition in options.partition]
         write_text(Path(options.write), profile(chosen, requeue=settings.get("JobRequeue") != "0"))

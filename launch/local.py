@@ -17,14 +17,14 @@ from drover.launch.checks import refuse_changed
 from drover.launch.devices import MASKS, smi, visible_gpus
 from drover.launch.job.host import Host, JobSpec, StepEnd, process_end
 from drover.launch.job.runner import Runner
-from drover.launch.plan import Job, Machine, Options
+from drover.launch.plan import Job, Machine, Options, as_imported_here
 from drover.launch.processes import Each, Environment, run_local, show, stop_requests
 from drover.launch.slurm.scheduler import NoScheduler
 from drover.launch.slurm.start_logs import ONE_PROCESS
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.entry import INTERRUPTED, report_done
 from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.stages import IMPORTED_FROM, STAGES
+from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import now
 from drover.pipeline.core.background import usable_cores
 from drover.pipeline.core.console import duration
@@ -124,12 +124,9 @@ def _run_job(run: Run, job: Job, options: Options, chain: str, requests: list[in
 def _spec(run: Run, job: Job, chain: str) -> JobSpec:
     """The user's environment overrides the planned one. A forced stage starts from scratch once; after a crash it
     continues."""
-    path = os.pathsep.join(filter(None, [str(IMPORTED_FROM), os.environ.get("PYTHONPATH")]))
-    # Children import this checkout, nothing from the folder they run in, and do not buffer output.
-    environment = {**job.environment, **os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1",
-                   "PYTHONUNBUFFERED": "1"}
     # The user is watching: without checkpoints, let them decide whether to start the stage again.
     restarts = run.config.launch.max_restarts if STAGES[job.stage].checkpoints else 0
     command = tuple(f"--force-id={chain}" if word == "--force" else word for word in job.command)
-    return replace(job, run=str(run.folder), chain=chain, command=command, environment=environment,
+    return replace(job, run=str(run.folder), chain=chain, command=command,
+                   environment={**job.environment, **as_imported_here()},
                    requeue=False, max_restarts=restarts)

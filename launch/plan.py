@@ -125,7 +125,7 @@ def plan(config: Config, run: Run, stages: list[str], options: Options) -> list[
         needed = [need for need in STAGES[stage].needs if need in running]
         nearest = [need for need in needed if need not in before(needed, through=running)]
         if state.kind in ("done", "absent") and nearest and not options.show_done:
-            state = State("absent", reasons=[f"waits for {', '.join(nearest)}"])
+            state = State("absent")
         job = Job(
             key=stage, state=state, forced=options.force, shown=options.show_done, dependencies=tuple(nearest),
             chain=options.chain, run=str(config.folder.absolute()), code=options.code, name=f"{config.name}-{stage}",
@@ -235,3 +235,10 @@ def in_container(container: Container, folders: list[Path], gpus: int, variables
 def code_path(code: str) -> str:
     """PYTHONPATH of a stage: the code, and the plugins that this process has imported."""
     return os.pathsep.join([code, *plugin_folders()])
+
+
+def as_imported_here() -> dict[str, str]:
+    """Environment of a process of this machine that imports what this one has imported, nothing from the folder it runs
+    in, and does not buffer its output."""
+    path = os.pathsep.join(filter(None, [code_path(str(IMPORTED_FROM)), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}

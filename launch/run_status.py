@@ -38,6 +38,9 @@ State = Literal["running", "ending", "failed", "stopped", "waiting", "outdated",
 """docs/slurm.md explains them. The current stage of a run is the one whose state comes first here."""
 FINISHED = ("done", "reused")
 SILENT = "Slurm does not answer: the states come from the run's files and may be old"
+ENDS = {UNKNOWN: "is no longer known to Slurm: it crashed or was cancelled",
+        "CANCELLED": "was cancelled",  # squeue keeps the reason that it waited for
+        "TIMEOUT": "reached its time limit: raise launch.<stage>.time, or launch.signal_s, the time left to end in order"}
 RESTART_S = 120.0
 """A stage that is started again on this machine records that it runs within this time (in seconds)."""
 
@@ -254,18 +257,12 @@ def _state(run: RunFiles, stage: StageFiles, info: JobInfo, now: float, *, silen
             return "running" if last else "waiting", ""
         if broken and not last and info.state in (UNKNOWN, "CANCELLED"):
             return "to do", ""  # Slurm removes jobs that wait for a failed one
-        end = f"ended {info.state} ({info.reason or 'no reason given'})"
-        if info.state == UNKNOWN:
-            end = "is no longer known to Slurm: it crashed or was cancelled"
-        elif is_stuck(info.reason):
+        end = ENDS.get(info.state, f"ended {info.state} ({info.reason or 'no reason given'})")
+        if info.state != UNKNOWN and is_stuck(info.reason):
             end = f"{meaning(info.reason, info.id)} ({info.reason}), so Slurm removed it"
-        elif info.state == "CANCELLED":  # squeue keeps the reason that it waited for
-            end = "was cancelled"
-        elif info.state == "TIMEOUT":
-            end += f", launch.{name}.time: raise it, or launch.signal_s, which is the time left to end in order"
-        reasons = [f": {start.reason.rstrip('.')}" for start in stage.starts
-                   if start.job.partition("_")[0] == info.id and start.reason]
-        return "failed", f"{name} failed: job {info.id} {end}{''.join(reasons[-1:])}{logs}"
+        reasons = ["", *(f": {start.reason.rstrip('.')}" for start in stage.starts
+                         if start.job.partition("_")[0] == info.id and start.reason)]
+        return "failed", f"{name} failed: job {info.id} {end}{reasons[-1]}{logs}"
     if not stage.started:
         return "to do", ""
     if stage.alive is None:

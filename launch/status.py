@@ -32,7 +32,6 @@ from drover.pipeline.core.console import (
     Parser,
     Program,
     add_json,
-    complain,
     draw,
     find_run,
     is_run,
@@ -86,18 +85,10 @@ def work(options: argparse.Namespace) -> int:
 
 
 def query(folders: list[Path], scheduler: Scheduler) -> list[RunStatus]:
-    """The present status of runs. A run of several that cannot be shown is named and left out."""
+    """The present status of runs."""
     jobs = scheduler.jobs([id for folder in folders for id in read_run(folder).wanted_ids])
     # Read again: a job may have ended in between, and left the queue and its final status.
-    seen = list[RunStatus]()
-    for folder in folders:
-        try:
-            seen.append(judge(read_run(folder), jobs, time.time()))
-        except Exception as error:  # a fault of Drover's own must not hide the other runs
-            if len(folders) == 1:
-                raise
-            complain(f"{folder} cannot be shown: {error!r}. `drover status {folder}` prints where this is from.")
-    return seen
+    return [judge(read_run(folder), jobs, time.time()) for folder in folders]
 
 
 def watch(folder: Path) -> int:

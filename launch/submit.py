@@ -46,7 +46,7 @@ from drover.pipeline.contract.entry import clear_done
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import parse_stages
 from drover.pipeline.contract.state import STOP
-from drover.pipeline.core.console import RUNS, Parser, Program, echo
+from drover.pipeline.core.console import RUNS, Parser, Program, counted, echo
 from drover.pipeline.core.errors import UserError, absent, all_problems
 
 
@@ -80,14 +80,12 @@ def _launch(options: argparse.Namespace) -> int:
     local, showing = cluster == "local", options.dry_run
     unsaid = ["No stage is given. Add --stage all, or the stages you want (--help names them)."] * (not options.stage)
     if options.config is None and not showing:
-        words = [word for word in options.overrides if "=" not in word]
-        near = [file for word in words for file in (f"configs/{word}.yaml", f"{RUNS}/{word}/config.yaml")
+        near = [file for word in options.overrides for file in (f"configs/{word}.yaml", f"{RUNS}/{word}/config.yaml")
                 if Path(file).is_file() or (file.startswith("configs/") and shipped(Path(file)).is_file())]
-        strays = [*(f" ({word} does not end in .yaml)" for word in words),
-                  *[f"; did you mean {' or '.join(near)}?"] * bool(near)]
-        unsaid.append(f"No configuration is given{''.join(strays)}{' So' if near else ', so'} nothing starts. `drover "
-                      f"run {USUAL}` would run the demo {'here' if local else 'as jobs of Slurm'} ({where}). `drover "
-                      f"init FOLDER` writes a configuration for your own text.")
+        unsaid.append(f"No configuration, a word that ends in .yaml, is given, so nothing starts."
+                      f"{f' Did you mean {near[0]}?' if near else ''} `drover run {USUAL}` would run the demo "
+                      f"{'here' if local else 'as jobs of Slurm'} ({where}). `drover init FOLDER` writes a "
+                      f"configuration for your own text.")
     if unsaid:
         raise UserError(all_problems(unsaid, "The command is not complete"))
     config, stages = configuration(options), parse_stages(options.stage)
@@ -97,7 +95,7 @@ def _launch(options: argparse.Namespace) -> int:
     requested = Options(cluster, options.config, tuple(overrides(options)), options.force, options.accept_changes,
                         machine)
     if local:
-        where += f"; {machine.cores} cores, {machine.gpus or 'no'} GPU{'' if machine.gpus == 1 else 's'}"
+        where += f"; {machine.cores} cores, {counted(machine.gpus, 'GPU')}"
     else:
         requested = for_slurm(run, requested)
     jobs = plan(config, run, stages, requested)
@@ -157,18 +155,14 @@ def _show(config: Config, jobs: list[Job], *, local: bool) -> None:
 
 def _cluster(options: argparse.Namespace) -> tuple[Literal["local", "slurm"], str, list[str]]:
     """Where to run, why there, and why that cannot be."""
-    requested, has_sbatch = options.cluster, shutil.which("sbatch") is not None
+    requested, sbatch = options.cluster, shutil.which("sbatch")
     for_slurm_alone = options.nodes is not None or options.gpus_per_node is not None or bool(options.rehearse)
-    if requested == "auto" and has_sbatch:
-        return "slurm", "sbatch is on PATH", []
-    if requested == "auto" and for_slurm_alone and options.dry_run:
-        return "slurm", "no sbatch here: only shown", []
-    if requested not in ("auto", "local"):
-        why = "as asked" if requested == "slurm" else f"profile {requested}"
-        return "slurm", why, [] if has_sbatch or options.dry_run else [
+    why = f"--cluster {requested}" if requested != "auto" else f"{'' if sbatch else 'no '}sbatch on PATH"
+    usable = sbatch is not None or options.dry_run
+    if requested not in ("auto", "local") or (requested == "auto" and usable and (sbatch or for_slurm_alone)):
+        return "slurm", why, [
             "There is no sbatch on PATH, so nothing can be submitted. Log in to a machine with Slurm, use --cluster "
-            "local, or use --dry-run to see what it would get."]
-    why = "as asked" if requested == "local" else "no sbatch on PATH"
+            "local, or use --dry-run to see what it would get."] * (not usable)
     return "local", why, [
         f"--nodes, --gpus-per-node and --rehearse are for Slurm, but this runs here ({why}). Leave them out "
         f"(launch.processes=N sets the ranks here, `drover rehearse` shows a layout's memory), or use --cluster slurm "

@@ -15,6 +15,8 @@ from drover.launch.job.host import JobSpec, StepEnd
 from drover.pipeline.contract.state import StageState
 from drover.pipeline.core.errors import UserError
 
+NOTHING = ('ended as if all were well, but is not done (the module of a stage of your own must call stage_main at its '
+           'end, under `if __name__ == "__main__":`)')
 REQUEUED = "requeued"
 """Status of a start that Slurm ended and queued again, and nothing failed: a preemption, `scontrol requeue`."""
 
@@ -83,7 +85,7 @@ def decide(outcome: Outcome, spec: JobSpec) -> Decision:
     failure = "hung" if outcome.hang else "crashed"
     reason = outcome.hang or end.cause
     if not reason and outcome.seen:
-        reason = f"ended with exit status {end.status} without a word" if end.status else _did_nothing(spec)
+        reason = f"ended with exit status {end.status} without a word" if end.status else NOTHING
     elif not reason:
         failure = REQUEUED
         reason = "Slurm took the job from its nodes and queued it again (preempted, or requeued from outside)"
@@ -146,13 +148,6 @@ def fruitless(events: Iterable[Mapping[str, Any]]) -> int:
         elif event.get("status") != REQUEUED:
             count += 1
     return count
-
-
-def _did_nothing(spec: JobSpec) -> str:
-    text = "ended as if all were well, but is not done"
-    if f"drover.pipeline.{spec.stage}" in spec.command:
-        return text
-    return f'{text} (its module must call stage_main at its end, under `if __name__ == "__main__":`)'
 
 
 def _preempted(state: StageState, spec: JobSpec, *, stopping: bool) -> Decision:

@@ -165,10 +165,9 @@ def judge(reports: Sequence[RankReport], rank_nodes: Sequence[str], quiet_s: flo
     bad = {report.node: report.problem for report in reports if report.problem}
     result = PreflightResult(bad)
     common = f"of {counted(count, 'node')} at once, which has a cause in common: no node gets a failure record"
-    shared = 2 * len({report.node for report in reports if report.shared}) > count
-    if len(bad) > most or shared:
-        advice = ". If these nodes are bad, exclude them by launch.exclude and submit the same command again"
-        result.reason = f"{next(iter(bad.values()))} ({named(bad)}: {len(bad)} {common}{advice * (not shared)})"
+    if len(bad) > most or 2 * len({report.node for report in reports if report.shared}) > count:
+        result.reason = (f"{next(iter(bad.values()))} ({named(bad)}: {len(bad)} {common}. If these nodes are bad, "
+                         f"exclude them by launch.exclude and submit the same command again)")
         return result
 
     def blame(causes: Mapping[str, str]) -> None:

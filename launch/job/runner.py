@@ -53,7 +53,6 @@ from drover.pipeline.contract.state import (
 from drover.pipeline.contract.workers import CLAIMS
 from drover.pipeline.core.console import counted
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import renamed
 from drover.pipeline.records.checkpoints import complete_checkpoints, step_of
 from drover.pipeline.records.hangs import hang_folder, judge_hang, read_hang
 
@@ -258,10 +257,7 @@ class Runner:
         link = folder.with_name(f"latest.{folder.name}.tmp")
         link.unlink(missing_ok=True)
         link.symlink_to(folder.name)
-        latest = folder.with_name("latest")
-        if latest.is_dir() and not latest.is_symlink():  # as `cp -rL` copies it
-            renamed(latest, "latest.copied")  # which `prune` removes in time
-        link.replace(latest)
+        link.replace(folder.with_name("latest"))
         return folder
 
     def _outcome(self, end: StepEnd, last: Mapping[str, Any] | None = None) -> Outcome:

@@ -17,7 +17,7 @@ from math import inf
 from pathlib import Path
 
 from drover.launch.processes import Environment, answer_of
-from drover.pipeline.core.console import seconds_of
+from drover.pipeline.core.console import counted, seconds_of
 
 UNKNOWN = "unknown"
 """State of a job that Slurm does not know, or no longer knows."""
@@ -80,6 +80,11 @@ class NodeKind:
     gpus: int
     longest: str = ""
     most: float = inf
+
+    def __str__(self) -> str:
+        return (f"partition {self.partition}{'*' * self.usual}: {counted(self.nodes, 'node')} with "
+                f"{counted(self.cpus, 'core')}, {self.memory_mb:,} MB, {counted(self.gpus, 'GPU')}; time limit "
+                f"{self.longest}, node limit {self.most:g}")
 
 
 @dataclass(frozen=True)

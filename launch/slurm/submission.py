@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from drover.launch.credentials import known_form
-from drover.launch.plan import Job, Options, code_path
+from drover.launch.plan import Job, Options, as_imported_here
 from drover.launch.processes import answer_of
 from drover.launch.slurm.chain import CHAIN, ChainJob, JobChain, in_queue
 from drover.launch.slurm.nodes import failing, named
@@ -34,7 +34,7 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import git, git_state
-from drover.pipeline.contract.stages import IMPORTED_FROM, REPOSITORY, SNAPSHOT
+from drover.pipeline.contract.stages import REPOSITORY, SNAPSHOT
 from drover.pipeline.contract.state import STOP, now
 from drover.pipeline.core.console import echo, say
 from drover.pipeline.core.errors import UserError, listed
@@ -247,7 +247,8 @@ def rehearse_training(run: Run, jobs: list[Job], options: Options) -> None:
     """
     train = next((job for job in jobs if job.stage == "train" and job.to_run), None)
     if train is None:
-        return say("rehearsal", "not done: there is no training to submit")
+        say("rehearsal", "not done: there is no training to submit")
+        return
     say("rehearsal", "computing the memory of a training step without GPUs (--no-rehearse skips this) ...")
     command = [sys.executable, "-m", "drover", "rehearse", "--config", options.config_path, "--ranks", str(train.ranks)]
     if not train.gpus_per_node:
@@ -258,19 +259,15 @@ def rehearse_training(run: Run, jobs: list[Job], options: Options) -> None:
     made = run.manifest("tokenizer")
     if made is not None and network(run.config).vocab_size is None:
         command.append(f"model.vocab_size={made.counts['vocab_size']}")
-    path = os.pathsep.join(filter(None, [code_path(str(IMPORTED_FROM)), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1",
-                   "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**as_imported_here(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     try:
         status, output, errors = answer_of(command, environment, REHEARSAL_S)
     except subprocess.TimeoutExpired:
-        return say("rehearsal", f"not done: it took longer than {REHEARSAL_S:.0f} s. The job is submitted anyway")
-    lines = output.splitlines()
-    fit = next((line for line in lines if line.startswith(FIT)), "")
-    if status and not fit:
-        cause = (errors.strip().splitlines() or [f"it ended with status {status}"])[-1]
-        return say("rehearsal", f"not done: {cause}. The job is submitted anyway")
-    for line in lines:
+        status, output, errors = 1, "", f"it took longer than {REHEARSAL_S:.0f} s"
+    for line in output.splitlines():
         say("rehearsal", line)
+        if status and line.startswith(FIT):
+            raise UserError(f"Training does not fit: {line.removeprefix(FIT).strip()} --no-rehearse submits it anyway.")
     if status:
-        raise UserError(f"Training does not fit: {fit.removeprefix(FIT).strip()} --no-rehearse submits it anyway.")
+        cause = [f"it ended with status {status}", *errors.strip().splitlines()][-1]
+        say("rehearsal", f"not done: {cause}. The job is submitted anyway")

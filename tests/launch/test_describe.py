@@ -19,6 +19,7 @@ from drover.launch.plan import Machine, Options, plan
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.manifest import Difference, Manifest
 from drover.pipeline.contract.run import Run
+from drover.pipeline.core.console import readable
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import append_line, output_record, write_json, write_sealed
 from drover.pipeline.records.checkpoints import FORMAT, MARKER, TrainingProgress, checkpoint_name
@@ -169,9 +170,8 @@ def test_the_disk_of_checkpoints(tmp_path):
         "train.steps=100", "train.warmup_steps=1",
         "train.checkpoint={keep: 2, every_steps: 10, permanent_every: 25}"], check=False)
     jobs = plan(config, Run(config), ["train"], Options("local", "demo.yaml", machine=Machine(2)))
-    [(name, size)] = disk(config, jobs).parts.items()
-    parameters = shape_of(config).parameter_count
-    assert name == "up to 7 checkpoints" and size == 7 * 12 * parameters
+    size = 7 * 12 * shape_of(config).parameter_count
+    assert disk(config, jobs).needed == size and disk(config, jobs).parts == f"up to 7 checkpoints {readable(size)}"
 
 
 def test_an_end_before_the_newest_checkpoint_is_refused_before_the_job_queues(tmp_path):

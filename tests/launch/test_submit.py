@@ -52,12 +52,12 @@ def test_plan_of_a_fresh_run(launcher):
     assert not launcher.run.exists()
     assert rows(shown) == dict(table(f"""
         shard -> absent 2 processes
-        tokenizer -> absent (waits for shard) 2 processes
-        encode -> absent (waits for tokenizer) 2 processes
-        train -> absent (waits for encode) {ranks}
-        convert -> absent (waits for train) 1 process
-        evaluate -> absent (waits for convert) {ranks}
-        report -> absent (waits for evaluate) 1 process"""))
+        tokenizer -> absent 2 processes shard
+        encode -> absent 2 processes tokenizer
+        train -> absent {ranks} encode
+        convert -> absent 1 process train
+        evaluate -> absent {ranks} convert
+        report -> absent 1 process evaluate"""))
     for words in ("runs/trial", "8,192 tokens a step = 32 sequences of 256 = 2 ranks x micro-batch 4 x 4 accumulated",
                   "30 steps = 245,760 tokens",
                   "5,246,208 parameters",  # 2 x 1024 x 256 + 6 x (196608 + 589824 + 512) + 256
@@ -69,7 +69,7 @@ def test_the_plan_names_the_run_that_is_reused(launcher):
     launcher.done("shard", "tokenizer")
     shutil.copy(launcher.work / "config.yaml", launcher.run)
     shown = launcher.accepted("--stage all --dry-run name=other reuse=runs/trial")
-    assert rows(shown)["shard"] == "reused -" and "\nreuse     runs/trial\n" in shown
+    assert rows(shown)["shard"] == "reused" and "\nreuse     runs/trial\n" in shown
 
 
 def test_what_cannot_be_exported_can_be_trained(launcher):
@@ -87,8 +87,9 @@ def test_finished_resumable_and_changed_stages(launcher):
     requested, changed = "--stage shard,tokenizer,encode --dry-run", "encode.dtype: \"auto\" -> \"uint32\""
     other, again = f"{requested} encode.dtype=uint32", launcher.accepted(requested)
     done = "nothing to do: all asked stages are done"
-    assert rows(again)["encode"] == "done 2 processes" and done in again and "-m drover.pipeline.encode" in again
-    assert rows(launcher.accepted("--stage all --dry-run"))["encode"] == "done -"
+    assert rows(again)["encode"] == "done 2 processes tokenizer" and done in again
+    assert "-m drover.pipeline.encode" in again
+    assert rows(launcher.accepted("--stage all --dry-run"))["encode"] == "done"
     seen = launcher.call("--config", "config.yaml", "--cluster", "slurm", program=submit.show_plan).stdout
     assert rows(seen)["encode"] == "done" and "drover.pipeline" not in seen, "the table alone"
     launcher.done("train")
@@ -98,7 +99,7 @@ def test_finished_resumable_and_changed_stages(launcher):
     (launcher.run / "tokenizer" / "manifest.json").unlink()
     resumable = rows(launcher.accepted(requested))
     assert "resumable (will continue)" in resumable["tokenizer"]
-    assert "absent (waits for tokenizer)" in resumable["encode"], "it may come back as it was"
+    assert resumable["encode"] == "absent 2 processes tokenizer", "it may come back as it was"
     launcher.done("tokenizer")
     message = launcher.refused(other)
     assert changed in message and "--stage encode,train,convert,evaluate,report --force" in message
@@ -116,7 +117,7 @@ def test_finished_resumable_and_changed_stages(launcher):
                '{"format": 2, "progress": {"step": 10}, "files": [], '
                '"config": {"train": {"batch_tokens": 4096}}}')
     accepted = launcher.accepted(learned, "--accept-changes")
-    assert rows(accepted)["convert"].startswith("absent (waits for train)") and "after step 10, if" in accepted
+    assert rows(accepted)["convert"].startswith("absent 1 process train") and "after step 10, if" in accepted
     assert "its steps had another batch; length and data count all" in accepted
     for settings in (learned, "--stage train --dry-run model.layers=3 --accept-changes"):
         shown = launcher.submit(settings)
@@ -164,8 +165,8 @@ def test_two_configurations_are_refused(words, message, capsys):
     config/demo.yaml -> did you mean 'configs/demo.yaml'?
     much/further/away.yml -> Give an existing file; `drover init DATA` writes one.
     config.yaml x -> 'x' is not an override | --config FILE takes any name
-    config -> No configuration is given (config does not end in .yaml), so nothing starts.
-    demo -> (demo does not end in .yaml); did you mean configs/demo.yaml? So nothing starts."""))
+    config -> No configuration, a word that ends in .yaml, is given, so nothing starts.
+    demo -> so nothing starts. Did you mean configs/demo.yaml?"""))
 def test_a_configuration_that_is_not_there(launcher, words, message):
     write_text(launcher.work / "configs/demo.yaml", "")
     complaint = launcher.call(*words.split(), program=submit.run).stderr
@@ -259,7 +260,7 @@ def test_where_it_runs(launcher, monkeypatch):
     here = launcher.accepted(requested)
     assert "local (no sbatch on PATH" in here and "-m drover.pipeline.shard --config config.yaml" in here
     shown = launcher.accepted(f"{requested} --nodes 1")
-    assert "slurm (no sbatch here: only shown)" in shown and "additional_parameters:" in shown
+    assert "slurm (no sbatch on PATH)" in shown and "additional_parameters:" in shown
     assert "are for Slurm, but this runs here (no sbatch" in launcher.refused("--stage shard --nodes 1")
     result = launcher.submit(f"{requested} --cluster local --gpus-per-node 8")
     assert result.stderr.startswith("error: --nodes") and not result.stdout, "no plan"

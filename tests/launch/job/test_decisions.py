@@ -1,6 +1,5 @@
 """What follows from a start's end: the whole table."""
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -61,13 +60,6 @@ def test_the_table(why, state, end, outcome, rules, expected):
     end = read_end(**{"messages": "", **end})
     decision = decide(Outcome(STATES[state], end=end, **outcome), terms(**rules))
     assert f"{decision.action} {decision.status}" == expected, why
-
-
-def test_of_a_stage_of_ones_own_that_did_nothing_the_likely_cause_is_named():
-    for module, expected in (("drover.pipeline.train", False), ("words", True)):
-        spec = replace(terms(), command=("python", "-m", module))
-        reason = decide(Outcome(end=read_end(0, "")), spec).reason
-        assert "is not done" in reason and ("__main__" in reason) == expected
 
 
 def test_what_holds_for_every_combination():

@@ -113,8 +113,8 @@ def test_the_plan_for_four_nodes(launcher):
         evaluate -> afterok:ID_OF_convert -> None -> 8 -> 1 -> 8
         report -> afterok:ID_OF_evaluate -> None -> None -> 1 -> 1""")
     rows = [" ".join(line.split()) for line in shown.splitlines()]
-    assert "shard absent 1, 4 elements 2 processes 6 cores, 500G 10 h 00 m -" in rows
-    assert "train absent 4 32 ranks x 6 threads 48 cores, 8 GPUs, 500G 25 h 00 m gpu, high, h100 encode" in rows
+    assert "shard absent 2 processes 1, 4 elements 6 cores, 500G 10 h 00 m" in rows
+    assert "train absent 32 ranks x 6 threads 4 48 cores, 8 GPUs, 500G 25 h 00 m gpu, high, h100 encode" in rows
 
 
 def test_links_arrays_and_sites_without_requeue(launcher):
@@ -199,15 +199,15 @@ big|2|64|256000|gpu:a:6(S:0-1),gpu:b:2,x:1|infinite|1-infinite"""
 
 
 @pytest.mark.parametrize("words, message", table("""
-    launch.time=60 -> train, evaluate: requests 1 node with 8 cores, 0 GPUs each for 60 min, but the partition debug \
-has 4 nodes with 4 cores, 16,000 MB, 0 GPUs, and allows 2 nodes for 60 min (without launch.qos): change --nodes
+    launch.time=60 -> train, evaluate: requests 1 node with 8 cores, mem 0, 0 GPUs each for 60 min, but Slurm has \
+partition debug*: 4 nodes with 4 cores, 16,000 MB, 0 GPUs; time limit 1:00:00, node limit 2. Change --nodes
     --nodes 3 launch.partition=big launch.gpus_per_node=2 train.micro_batch=1 train.batch_tokens=12288 --no-rehearse \
--> requests 3 nodes with 8 cores, 2 GPUs each
+-> requests 3 nodes with 8 cores, mem 0, 2 GPUs each
     --nodes 4 launch.time=60 launch.cpus=2 -> train: requests 4 nodes
     launch.train.time=2 -> launch.train.time=2 min is not longer than launch.signal_s=120 s
-    launch.time=60 launch.cpus=1 launch.convert.time=61 -> convert: requests 1 node with 1 core, 0 GPUs each
-    launch.time=60 launch.cpus=1 launch.mem=16G -> 2 more: requests 1 node with 2 cores, 16G, 0 GPUs each
-    launch.partition=absent launch.cpus=99 train.batch_tokens=7 -> 198 cores, 0 GPUs each for"""))
+    launch.time=60 launch.cpus=1 launch.convert.time=61 -> convert: requests 1 node with 1 core, mem 0, 0 GPUs each
+    launch.time=60 launch.cpus=1 launch.mem=16G -> 2 more: requests 1 node with 2 cores, mem 16G, 0 GPUs each
+    launch.partition=absent launch.cpus=99 train.batch_tokens=7 -> 198 cores, mem 0, 0 GPUs each for"""))
 def test_what_no_partition_takes_is_told_before_anything_queues(slurm, words, message):
     """Slurm would keep such jobs for ever. Of training's it would say so only once all before it is done."""
     slurm.programs.say("sinfo", SITE)
@@ -266,8 +266,8 @@ def test_all_that_the_site_forbids_is_told_at_once(slurm):
     message = slurm.refused("""--stage all --nodes 4 launch.cpus=1 launch.train.time=4 launch.secrets=[NO_SUCH_TOKEN]
         launch.gpu_memory_gb=0.000001 launch.environment.HF_TOKEN=hf_abc""")
     assert not list(slurm.queue.iterdir()) and not (slurm.run / "code").exists()
-    for part in ("train: requests 4 nodes with 2 cores, 0 GPUs each for 4 min, but the partition debug",
-                 "for 240 min, but the partition debug", "a GPU (launch.gpu_memory_gb) has 1 kB",
+    for part in ("train: requests 4 nodes with 2 cores, mem 0, 0 GPUs each for 4 min, but Slurm has partition debug",
+                 "for 240 min, but Slurm has", "a GPU (launch.gpu_memory_gb) has 1 kB",
                  "your shell has no such variable",
                  "contains what looks like a secret (HF_TOKEN)"):
         assert part in message, part
