@@ -71,10 +71,6 @@ def start_problems(run: Run, jobs: list[Job], options: Options, disk: Disk, *, s
             reasons.append("launch.environment has PYTHONPATH, which the jobs set to their copy of the code. Add "
                            "folders to it in launch.setup (export PYTHONPATH=...), or name the modules in plugins.")
         reasons += option_problems(config.launch, config.folder.absolute())
-        paths = {"container.image": config.launch.container.image, "runner_python": config.launch.runner_python}
-        for key, path in paths.items():
-            if path and Path(path).is_absolute() and not Path(path).exists():
-                say("note", f"launch.{key} {path} is not on this machine; jobs would need it on their nodes")
     if config.launch.check_fit:
         reasons += memory_problems(config, running, options)
         if disk.needed > disk.free and not (showing and slurm):

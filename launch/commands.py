@@ -109,8 +109,6 @@ def _logs(options: argparse.Namespace) -> int:
                 shown = path
                 file = closing.enter_context(opened(path))
                 echo(f"==> {path} <==")
-                if "_" in starts[-1].job:
-                    echo(f"The other elements of its array have their logs in {path.parent.parent}.")
                 if skipped := skip(file):
                     echo(f"The first {readable(skipped)} are left out.")
                 _print(file, rank)
@@ -219,8 +217,7 @@ def _explain_options(parser: Parser) -> None:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    # `explain train.lr=5` explains the setting that it overrides.
-    names = _names(options) or [word.partition("=")[0] for word in options.overrides][:1] or [""]
+    names = _names(options) or [""]
     config = configuration(options)
     draw(*"\n\n".join(explanation(config, name) for name in names).split("\n"))
     return 0

@@ -40,8 +40,8 @@ FINISHED = ("done", "reused")
 SILENT = "Slurm does not answer: the states come from the run's files and may be old"
 ENDS = {UNKNOWN: "is no longer known to Slurm: it crashed or was cancelled",
         "CANCELLED": "was cancelled",  # squeue keeps the reason that it waited for
-        "TIMEOUT": "reached its time limit: raise launch.<stage>.time, or launch.signal_s, which is the time left to end "
-                   "in order"}
+        "TIMEOUT": "reached its time limit: raise launch.<stage>.time, or launch.signal_s, the time left to end in "
+                   "order"}
 RESTART_S = 120.0
 """A stage that is started again on this machine records that it runs within this time (in seconds)."""
 

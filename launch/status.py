@@ -20,8 +20,9 @@ if __package__ in (None, ""):  # run as a script: find the packages, and let no 
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,7 @@ LONGEST = 1600
 """Characters of a remark that are shown."""
 HEADING = ("stage", "state", "job", "elapsed", "progress", "left")
 """Other figures of a stage follow in a line below the table."""
+CELLS = attrgetter(*HEADING)
 NUMBERS = ("elapsed", "left")
 COLOURS = {"running": "cyan", "waiting": "cyan", "ending": "yellow", "failed": "red", "stopped": "yellow",
            "outdated": "yellow", "done": "green", "reused": "green", "to do": ""}
@@ -113,23 +115,22 @@ def show(status: RunStatus) -> list[RenderableType]:
     if chain:
         title += f", submitted {chain.submitted[:16]} UTC from commit {str(chain.git.get('commit', 'unknown'))[:10]}"
         title += " with changes" * bool(chain.git.get("changed"))
-    return [title, "", _table(status.rows),
+    return [title, "", _table(HEADING, map(CELLS, status.rows), status.rows),
             *(f"{row.stage:<9} {row.figures}" for row in status.rows if row.figures),
             *(line for remark in status.remarks for line in ("", f"! {shorten(remark, LONGEST, placeholder=' ...')}"))]
 
 
 def overview(runs: list[RunStatus]) -> list[RenderableType]:
     """A line for each run, at least one, with its current stage."""
-    done = [f"{sum(row.state in FINISHED for row in run.rows)}/{len(run.rows)}" for run in runs]
-    before = [[run.files.folder.name, share] for run, share in zip(runs, done, strict=True)]
-    return [*([SILENT] * (SILENT in runs[0].remarks)), _table([run.current for run in runs], ["run", "done"], before)]
+    cells = ((run.files.folder.name, f"{sum(row.state in FINISHED for row in run.rows)}/{len(run.rows)}",
+              *CELLS(run.current)) for run in runs)
+    return [*([SILENT] * (SILENT in runs[0].remarks)),
+            _table(("run", "done", *HEADING), cells, [run.current for run in runs])]
 
 
-def _table(rows: Sequence[StageRow], headings: Sequence[str] = (), before: Sequence[Sequence[str]] = ()) -> Table:
-    """Rows of stages in the colours of their states. headings, before: of columns before theirs."""
-    cells = [[*own, *(getattr(row, name) for name in HEADING)]
-             for own, row in zip(before or [()] * len(rows), rows, strict=True)]
-    return table([[*headings, *HEADING], *cells], NUMBERS, [COLOURS[row.state] for row in rows])
+def _table(heading: Sequence[str], cells: Iterable[Sequence[str]], rows: Sequence[StageRow]) -> Table:
+    """A table in the colours of the rows' states."""
+    return table([heading, *cells], NUMBERS, [COLOURS[row.state] for row in rows])
 
 
 main = Program("python launch/status.py", __doc__, add_options, work, interrupted="")

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from drover.launch.commands import cancel, logs, stop
-from drover.launch.job.host import JobSpec, holder_of
-from drover.launch.job.task import trusted_spec
+from drover.launch.job.host import holder_of
 from drover.launch.slurm.chain import read_chains
 from drover.launch.slurm.nodes import failures
 from drover.launch.status import main as status
@@ -98,7 +97,6 @@ def _look_at(folder):
 def _job(folder):
     run = HandMade(folder / "run")
     run.submitted(*run.whole_chain())
-    JobSpec("demo-train", "train", (), run=str(run.folder), chain="c1").save(run.folder / "launch/jobs/train.json")
     run.done("shard", outputs=[{"path": "train/a.tar", "bytes": 1, "sha256": "0", "split": "train", "source": "a",
                                 "docs": 1}], counts={"documents": 3})
     run.state("encode", "running", job="13", units=3)
@@ -291,8 +289,7 @@ def _show_status(folder):
 
 def _read_job(folder):
     run = folder / "run"
-    specs = sorted((run / "launch/jobs").glob("*.json"))
-    _each(lambda: read_chains(run), lambda: failures(run), lambda: list(map(trusted_spec, specs)))
+    _each(lambda: read_chains(run), lambda: failures(run))
 
 
 MANIFEST, SHARDS = f"{RUN}/encode/manifest.json", f"{RUN}/shard/manifest.json"
@@ -327,9 +324,8 @@ READERS = (
         ("train/events.jsonl", lambda whole: b'{"event": "start", "time": "x", "startup_s": 1}\n' + whole),
         ("train/rollbacks.json", lambda whole: b"{}"), ("train/places.json", put("nodes", value=[[]])),
         ("train/hangs/*/node0.jsonl", lambda whole: whole.replace(b'["/x', b'[null, "/x')))),
-    Reader("job", _job, _read_job, ("run/launch/*.json*", "run/launch/jobs/*.json"), known=planted("""
-        run/launch/chain.json -> jobs 0 elements -> 3
-        run/launch/jobs/train.json -> chain -> "\\udc80" """)),
+    Reader("job", _job, _read_job, ("run/launch/*.json*",), known=planted("""
+        run/launch/chain.json -> jobs 0 elements -> 3""")),
     Reader("looked at", _looked_at, _look_at, (f"{RUN}/[!l]*/**/*", f"{RUN}/config.yaml", f"{RUN}/launch/**/*"),
            cost=30, allowed=(*FORBIDDEN, "open"), known=[
         (f"{RUN}/{name}", how) for how in ("pipe", "endless", "hole", "folder") for name in (

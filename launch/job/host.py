@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -95,18 +95,6 @@ class JobSpec:
         """The stage on as many of `there` nodes as it can use; None: they are too few."""
         return next((replace(self, nodes=count, ranks=self.ranks and count * self.tasks_per_node)
                      for count in self.node_counts or (self.nodes,) if count <= there), None)
-
-    def save(self, path: Path) -> None:
-        """Write the file. Of a planned job, only the fields of this class."""
-        write_json(path, {field.name: getattr(self, field.name) for field in fields(JobSpec)})
-
-    @classmethod
-    def load(cls, path: Path) -> JobSpec:
-        """Read what `save` wrote; UserError if it is missing or damaged."""
-        spec = read_record(path, cls, "Submit the same command again.")
-        if spec is None:
-            raise UserError(f"{path}, the job's spec, is missing. Submit the same command again.")
-        return spec
 
 
 @dataclass(frozen=True)

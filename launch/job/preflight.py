@@ -27,7 +27,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -99,27 +98,23 @@ def run_preflight(spec: JobSpec, host: Host, folder: Path, environment: dict[str
     rank_nodes = [host.nodes[rank // spec.tasks_per_node] for rank in range(spec.ranks)]  # Slurm distributes in blocks
     trial = [*spec.wrap, spec.command[0], "-m", "drover.launch.job.preflight", spec.run, f"{limit_s:.0f}",
              str(spec.gpus_per_node), *spec.health_check]
-    reports = list[RankReport]()
-    began = newest_at = time.monotonic()
-    next_read = 0.0
+    began = time.monotonic()
+    before: list[RankReport] | None = None  # those of QUIET_S before the time is up
 
     def has_time() -> bool:
-        nonlocal reports, newest_at, next_read
-        now = time.monotonic()
-        if now >= next_read:
-            current = read_reports(folder)
-            newest_at = now if current != reports else newest_at
-            reports = current
-            next_read = now + 1 + len(reports) / 1000
-        return each() and now - began < limit_s
+        nonlocal before
+        passed = time.monotonic() - began
+        if before is None and passed >= limit_s - QUIET_S:
+            before = read_reports(folder)
+        return each() and passed < limit_s
 
     end = host.start(replace(spec, stage=PREFLIGHT), trial, environment, folder, has_time)
-    next_read = 0.0
-    in_time = has_time()
     seconds = time.monotonic() - began
-    result = judge(reports, rank_nodes, began + seconds - newest_at, GPU_FLOOR_S if spec.gpus_per_node else CPU_FLOOR_S)
+    reports = read_reports(folder)
+    result = judge(reports, rank_nodes, quiet=reports == before,
+                   floor_s=GPU_FLOOR_S if spec.gpus_per_node else CPU_FLOOR_S)
     times = [report.times for report in reports if report.times]
-    if not times and end.exit_code and in_time:  # no rank could begin, or all failed
+    if not times and end.exit_code and seconds < limit_s:  # no rank could begin, or all failed
         lines = [line for rank in range(0, spec.ranks, spec.tasks_per_node)
                  for line in last_lines(folder, rank, spec.tasks_per_node, 1)]
         if len(lines) == spec.nodes and len({re.sub("[0-9]+", "#", line) for line in lines}) == 1:
@@ -150,14 +145,14 @@ def read_reports(folder: Path) -> list[RankReport]:
     return list(reports.values())
 
 
-def judge(reports: Sequence[RankReport], rank_nodes: Sequence[str], quiet_s: float = inf, floor_s: float = CPU_FLOOR_S
-          ) -> PreflightResult:
+def judge(reports: Sequence[RankReport], rank_nodes: Sequence[str], *, quiet: bool = True,
+          floor_s: float = CPU_FLOOR_S) -> PreflightResult:
     """Decide which nodes are bad.
 
     Args:
         reports: of the ranks that sent one.
         rank_nodes: the node of each rank.
-        quiet_s: for how long no report had come at the end.
+        quiet: whether no report came in the last QUIET_S.
         floor_s: what is above the median by less is not slow.
     """
     count = len({*rank_nodes})
@@ -179,7 +174,7 @@ def judge(reports: Sequence[RankReport], rank_nodes: Sequence[str], quiet_s: flo
 
     ranks = {report.rank for report in reports}
     silent = {node: "it did not report" for rank, node in enumerate(rank_nodes) if rank not in ranks}
-    if silent and quiet_s < QUIET_S:
+    if silent and not quiet:
         result.lines.append(f"not all nodes have answered yet: {named(silent)} ({len(silent)} of {count}); slow is not "
                             f"bad, so none gets a failure record")
     else:

@@ -1,6 +1,6 @@
 """What submitit runs in a job of Slurm: the runner, once, in the batch step on the first node.
 
-    python -m drover.launch.job.task SPEC.json
+    python -m drover.launch.job.task RUN STAGE CHAIN
 
 is what the job's script calls if something killed the runner, before it queues the job again. A system that is out of
 memory kills processes. The runner's ranks end with it. The next start counts such ends.
@@ -30,13 +30,13 @@ from drover.pipeline.core.files import sha256_file
 
 @dataclass(frozen=True)
 class StageTask(Checkpointable):
-    """The callable of a job: plain data, so that its pickle holds the name of this class and a path.
+    """The callable of a job: plain data, so that its pickle holds the names of two classes, and values.
 
     Submitit's handler of SIGUSR2 saves the task (`checkpoint`, here that of `Checkpointable`) and queues the job again.
-    The runner raises that signal itself, once the ranks have saved and ended. spec: path of the job's spec.
+    The runner raises that signal itself, once the ranks have saved and ended.
     """
 
-    spec: str
+    spec: JobSpec
 
     def __call__(self, index: int | None = None) -> None:
         """Do the job. index: of an array's element.
@@ -53,33 +53,30 @@ class StageTask(Checkpointable):
             with stop_requests() as requests:
                 host = SlurmHost(job.raw_job_id, job.job_id, this_start()["restart"], tuple(job.hostnames), index,
                                  Scheduler(), requests, handler=handler)
-                spec = trusted_spec(Path(self.spec))
-                decision = Runner(spec, host).run()
+                refuse_changed_files(self.spec)
+                decision = Runner(self.spec, host).run()
         except (UserError, OSError) as error:
             print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {error}", flush=True)
             raise UserError(str(error)) from None
         if decision.action == "stop":
-            raise UserError(f"{spec.stage} is not done: {decision.reason}")
+            raise UserError(f"{self.spec.stage} is not done: {decision.reason}")
 
 
-def trusted_spec(path: Path) -> JobSpec:
-    """The spec of the job; UserError if a file that decides what it does has changed since the submission, or if others
-    could change what it executes."""
-    spec = JobSpec.load(path)
+def refuse_changed_files(spec: JobSpec) -> None:
+    """UserError if a file that decides what the job does has changed since the submission, or if others could change
+    what it executes."""
     if spec.check_owners:
-        refuse_foreign_files(Path(spec.run), [path, *map(Path, spec.files)])
+        refuse_foreign_files(Path(spec.run), map(Path, spec.files))
     for name, sha256 in spec.files.items():
         if not Path(name).is_file() or sha256_file(Path(name)) != sha256:
             raise UserError(f"{name} changed after the submission. Nothing was started. Submit the same command again "
                             f"to run what there is now.")
-    return spec
 
 
-def main(path: str) -> None:
-    """Record that the runner of the job with this spec was killed."""
-    spec = JobSpec.load(Path(path))
+def main(run: str, stage: str, chain: str) -> None:
+    """Record that the runner of a job of this submission was killed."""
     print("the runner was killed (out of memory, perhaps): queueing the job again", flush=True)
-    log_attempt(Path(spec.run), KILLED, job=JobEnvironment().job_id, stage=spec.stage, chain=spec.chain,
+    log_attempt(Path(run), KILLED, job=JobEnvironment().job_id, stage=stage, chain=chain,
                 restart=this_start()["restart"], start=0)
 
 

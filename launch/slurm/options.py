@@ -22,7 +22,6 @@ from drover.pipeline.core.files import sha256_json
 
 FOLDER = Path("launch") / "submitit"
 """Submitit's folder in the run: scripts, pickles, results, and the logs of the jobs themselves."""
-SPECS = Path("launch") / "jobs"
 RESERVED = frozenset((
     "array", "chdir", "clusters", "cpus-per-gpu", "cpus-per-task", "distribution", "error", "exclude", "export",
     "export-file", "job-name", "kill-on-bad-exit", "kill-on-invalid-dep", "label", "mem", "no-requeue", "nodes",
@@ -69,10 +68,6 @@ def options_of(job: Job) -> dict[str, str | bool]:
         options["gres"] = GPU_RESOURCE.sub("", str(options.get("gres", ""))).lstrip(",")
         options = {name: value for name, value in options.items() if value != "" and name not in GPUS}
     return options
-
-
-def spec_path(config: Config, job: Job) -> Path:
-    return config.folder.absolute() / SPECS / f"{job.chain}-{job.key}.json"
 
 
 def parameters(config: Config, job: Job, ids: Mapping[str, str]) -> dict[str, Any]:
@@ -123,7 +118,7 @@ def parameters(config: Config, job: Job, ids: Mapping[str, str]) -> dict[str, An
 def _teardown(config: Config, job: Job) -> list[str]:
     """Lines of the job's script after the runner: if something killed it, the job is queued again."""
     killed = (f"{outer_python(config.launch, job.contained)} -m drover.launch.job.task "
-              f"{shlex.quote(str(spec_path(config, job)))}")
+              f"{shlex.join([job.run, job.stage, job.chain])}")
     this = "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"
     again = (f"[ $status != 137 ] || [ ${{stopped:-}} ] || {{ {killed}; "
              f"for pause in 1 5 20 60 0; do scontrol requeue {this} && break; sleep $pause; done; }}")

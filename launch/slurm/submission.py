@@ -14,16 +14,17 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from drover.launch.credentials import known_form
+from drover.launch.job.host import JobSpec
 from drover.launch.plan import Job, Options, as_imported_here
 from drover.launch.processes import answer_of
 from drover.launch.slurm.chain import CHAIN, ChainJob, JobChain, in_queue
 from drover.launch.slurm.nodes import failing, named
-from drover.launch.slurm.options import FOLDER, outer_python, parameters, spec_path
+from drover.launch.slurm.options import FOLDER, outer_python, parameters
 from drover.launch.slurm.scheduler import OWN, Scheduler, of_another_job, refusal
 from drover.launch.slurm.trust import refuse_foreign_files
 from drover.pipeline.config.checks import network
@@ -148,11 +149,9 @@ def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
     from drover.launch.job.task import StageTask
 
     folder = config.folder.absolute() / FOLDER
-    spec = spec_path(config, job)
-    job.save(spec)
     # Who can write a pickle decides what the job does.
     folder.mkdir(mode=0o700 if config.launch.check_owners else 0o777, exist_ok=True)
-    task = StageTask(str(spec))
+    task = StageTask(JobSpec(**{field.name: getattr(job, field.name) for field in fields(JobSpec)}))
     own = {name: os.environ[name] for name in OWN if name in os.environ}
     try:
         executor = SlurmExecutor(folder, MOST_TIMEOUTS, python=outer_python(config.launch, job.contained))

@@ -23,7 +23,7 @@ from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, listed
 
 SHOWN = 5
-OWN = ("code", "launch", "launch/jobs", "launch/submitit")
+OWN = ("code", "launch", "launch/submitit")
 """Folders of a run with what jobs execute. The last one has submitit's scripts and pickles."""
 ACL = "system.posix_acl_access"
 

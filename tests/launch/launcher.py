@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import shlex
 import shutil
 import subprocess
@@ -154,6 +155,10 @@ class Launcher:
     def chain(self) -> JobChain | None:
         """The newest submission of the run."""
         return read_chain(self.run)
+
+    def task(self, job: str) -> Any:
+        """What submitit pickled for a job."""
+        return pickle.loads((self.run / f"launch/submitit/{job}_submitted.pkl").read_bytes()).function
 
     def done(self, *stages: str) -> None:
         """Stages that are done as the configuration asks for them."""

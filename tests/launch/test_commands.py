@@ -156,13 +156,6 @@ def test_logs(run, capsys):
         f"==> {run.folder}/logs/train/16.1/node1.log <==\noutput 1 \N{SNOWMAN}\nerror\n")
 
 
-def test_the_log_of_an_element_names_the_place_of_the_others(run, capsys):
-    run.attempt("attempt", "shard", "12_1", ranks=0, nodes=["n1"])
-    run.log("shard/12_1.0/node0.log", "0: one\n")
-    assert f"The other elements of its array have their logs in {run.folder}/logs/shard.\none" in printed(
-        capsys, commands.logs, run.folder, "shard")
-
-
 @pytest.mark.parametrize("name", ["node1.log", "output.log"])
 def test_of_an_endless_log_the_end_is_shown(run, capsys, monkeypatch, name):
     """Sparse, as after a write far beyond its end."""
@@ -256,9 +249,7 @@ def test_what_a_rank_said_last_is_not_cut_within_a_word(lines, word):
 @pytest.mark.parametrize("arguments, now", table("""
     train.lr -> 0.01
     config.yaml train.lr train.lr=0.5 -> 0.5
-    train.lr --config config.yaml train.lr=0.5 -> 0.5
-    train.lr=0.5 config.yaml -> 0.5
-    train.lr=0.5 -> 0.5""", shlex.split))
+    train.lr --config config.yaml train.lr=0.5 -> 0.5""", shlex.split))
 def test_explain_shows_the_value_of_the_configuration_that_would_be_used(launcher, arguments, now):
     message = launcher.call(*arguments, program=commands.explain).stdout
     assert f"default: 0.003   now: {now}" in message and ("config    " in message) == ("config.yaml" not in arguments)

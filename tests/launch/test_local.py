@@ -38,7 +38,7 @@ def test_a_chain(ready):
 
 
 @pytest.mark.parametrize("plays, forced, status, words", table("""
-    0 -> false -> 1 -> shard failed: ended as if all were well, but is not done. Nothing after it was started.
+    0 -> false -> 1 -> shard failed: ended as if all were well, but is not done (the module of a stage of your own must
     3 done/0 done -> false -> 0 -> all done in
     2 -> true -> 2 -> shard failed (exit status 2). Nothing after it was started. Its output is in runs/trial/logs/\
 shard/local.1/output.log. Once the cause is fixed, the same command without --force continues

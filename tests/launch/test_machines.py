@@ -71,25 +71,12 @@ def started(script, folder, **variables):
                           ).stdout.splitlines()
 
 
-def on_page(address):
-    """What the page's command gives to torchrun on the second machine."""
-    return shlex.split(TRAIN.replace("--node-rank 0", "--node-rank 1").replace("first:", f"{address}:"))[1:]
-
-
-def test_the_jobset_starts_the_same(tmp_path):
-    jobset = yaml.safe_load(files("machines")["jobset.yaml"])
-    [replicated] = jobset["spec"]["replicatedJobs"]
-    job = replicated["template"]["spec"]
-    pod = job["template"]["spec"]
-    [container] = pod["containers"]
-    assert job["completions"] == job["parallelism"] == 2 and container["command"] == ["bash", "-c"]
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    name = jobset["metadata"]["name"]
-    first = f"{name}-{replicated['name']}-0-0.{name}"
-    assert started(*container["args"], tmp_path, JOB_COMPLETION_INDEX="1") == on_page(first)
-
-
-def test_the_task_starts_the_same(tmp_path):
-    task = yaml.safe_load(files("machines")["sky.yaml"])
-    assert started(task["run"], tmp_path, SKYPILOT_NODE_RANK="1", SKYPILOT_NODE_IPS="10.0.0.7\n10.0.0.8") == on_page(
-        "10.0.0.7")
+@pytest.mark.parametrize("name, script, variables, first", [
+    ("jobset.yaml", lambda jobset: jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
+        "containers"][0]["args"][0], {"JOB_COMPLETION_INDEX": "1"}, "demo-train-0-0.demo"),
+    ("sky.yaml", lambda task: task["run"], {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8"},
+     "10.0.0.7")])
+def test_the_file_starts_what_the_page_types_on_the_second_machine(tmp_path, name, script, variables, first):
+    typed_there = TRAIN.replace("--node-rank 0", "--node-rank 1").replace("first:", f"{first}:")
+    task = yaml.safe_load(files("machines")[name])
+    assert started(script(task), tmp_path, **variables) == shlex.split(typed_there)[1:]

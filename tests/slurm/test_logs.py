@@ -1,7 +1,9 @@
 """Starts of the runner on a real Slurm: their logs, one file a node, in which no rank's line is lost, cut or taken for
 another's; and a stage without ranks."""
 
+import json
 import sys
+from dataclasses import asdict
 
 import pytest
 
@@ -41,22 +43,21 @@ time.sleep(3600)
 
 
 SUBMIT = """
-import sys
+import json, sys
 from submitit import SlurmExecutor
+from drover.launch.job.host import JobSpec
 from drover.launch.job.task import StageTask
-executor = SlurmExecutor(sys.argv[1])
-executor.update_parameters(use_srun=False, stderr_to_stdout=True, nodes=int(sys.argv[2]),
-                           ntasks_per_node=int(sys.argv[3]))
-print(executor.submit(StageTask(f"{sys.argv[1]}/spec.json")).job_id)
+executor, spec = SlurmExecutor(sys.argv[1]), JobSpec(**json.loads(sys.argv[2]))
+executor.update_parameters(use_srun=False, stderr_to_stdout=True, nodes=spec.nodes,
+                           ntasks_per_node=spec.tasks_per_node)
+print(executor.submit(StageTask(spec)).job_id)
 """
 
 
 def submit(cluster, folder, spec):
     """Submit the job of a spec; its id, and its log."""
     (folder / "run/launch").mkdir(parents=True)
-    spec.save(folder / "spec.json")
-    job = cluster.run(sys.executable, "-c", SUBMIT, folder, str(spec.nodes), str(spec.tasks_per_node), cwd=REPOSITORY
-                      ).stdout.strip()
+    job = cluster.run(sys.executable, "-c", SUBMIT, folder, json.dumps(asdict(spec)), cwd=REPOSITORY).stdout.strip()
     return job, folder / f"{job}_0_log.out"
 
 

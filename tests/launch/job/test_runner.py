@@ -123,17 +123,6 @@ def test_nodes_after_a_loss(job, plan, changes, used, ends, words):
     assert bool(job.slurm.requeued) == ("queueing" in words)
 
 
-def test_a_node_that_fails_the_preflight_is_replaced_by_a_spare_one(job):
-    """It is the first one, which has the runner."""
-    job.slurm.nodes, result = ("n1", "n2", "n3"), [PreflightResult(), PreflightResult({"n1": "no GPU"})]
-    runs = []
-    end, log = job.go("work", preflight=True, trial=lambda spec, host, *_: runs.append(host.nodes) or result.pop(),
-                         **SPARE)
-    assert end == "leave" and runs == [("n1", "n2"), ("n2", "n3")] and job.ends() == [DONE], log
-    assert "preflight found a bad node: n1: no GPU; the job continues with its other nodes" in log
-    assert not job.slurm.requeued and "--nodelist=n2,n3 " in job.commands[0]
-
-
 @pytest.fixture
 def impatient(monkeypatch):
     """Records are tried again at once, and once."""

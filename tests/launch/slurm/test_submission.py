@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from drover.launch.job.host import JobSpec
 from drover.launch.plan import Options
 from drover.launch.run_status import continue_command, read_run
 from drover.launch.slurm import submission
@@ -66,8 +65,8 @@ export SUBMITIT_EXECUTOR=slurm
 
 # teardown
 status=$?
-[ $status != 137 ] || [ ${{stopped:-}} ] || {{ {python} -m drover.launch.job.task '{work}/runs/trial/launch/jobs/\
-CHAIN-train.json'; for pause in 1 5 20 60 0; do scontrol requeue ${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_}}\
+[ $status != 137 ] || [ ${{stopped:-}} ] || {{ {python} -m drover.launch.job.task '{work}/runs/trial' \
+train CHAIN; for pause in 1 5 20 60 0; do scontrol requeue ${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_}}\
 ${{SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}} && break; sleep $pause; done; }}
 exit $status"""
 FOUR_NODES = """--stage all --nodes 4 --gpus-per-node 8 --no-rehearse launch.cpus=6 launch.account=physics
@@ -154,7 +153,7 @@ def test_submission_chains_what_is_not_done(slurm):
         train -> 104 -> None -> 103""")
     assert "encode    job 103 (2 elements) after 102" in shown and "`drover status " in shown
     assert (slurm.run / "launch/submitit").stat().st_mode & 0o777 == 0o700
-    spec = JobSpec.load(slurm.run / f"launch/jobs/{chain.id}-train.json")
+    spec = slurm.task("104").spec
     assert spec.command[1:3] == ("-m", "drover.pipeline.train") and chain.config in spec.command
     assert "steps: 40" in Path(chain.config).read_text() and slurm.run in Path(chain.config).parents
     # What is to continue is not forced again.

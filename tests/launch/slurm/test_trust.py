@@ -4,6 +4,7 @@ import os
 import shlex
 import stat
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,10 +12,9 @@ import pytest
 
 from drover.launch.job.host import JobSpec
 from drover.launch.job.rank import defaults
-from drover.launch.job.task import trusted_spec
+from drover.launch.job.task import refuse_changed_files
 from drover.launch.slurm import trust
 from drover.launch.slurm.trust import node_folder, owner_problems, private_folder
-from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import sha256_file, write_text
 from tests.refusal import refused
@@ -34,48 +34,55 @@ def usual_node(tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture
-def spec(tmp_path):
-    """The file of a job's spec, in a run folder as a submission leaves it."""
-    run, plugin = tmp_path / "run", tmp_path / "plugins/ours.py"
-    for path in (run / "code/c/drover/launch/a.py", run / "launch/submitit/1_submission.sh", plugin):
+def run(tmp_path):
+    """A run folder as a submission leaves it."""
+    run = tmp_path / "run"
+    for path in (run / "code/c/drover/launch/a.py", run / "launch/submitit/1_submission.sh",
+                 tmp_path / "plugins/ours.py"):
         write_text(path, f"# {path}\n")
-    path = run / "launch/jobs/c-train.json"
-    JobSpec("trial-train", "train", ("python",), run=str(run), chain="c", files={str(plugin): sha256_file(plugin)}
-            ).save(path)
-    trusted_spec(path)
-    return path
+    return run
 
 
-EXECUTED = ["..", ".", "code", "launch", "launch/jobs", "launch/submitit", "launch/jobs/c-train.json",
-            "code/c", "code/c/drover/launch", "code/c/drover/launch/a.py", "../plugins", "../plugins/ours.py"]
+@pytest.fixture
+def spec(run):
+    """The spec of a job."""
+    plugin = run.parent / "plugins/ours.py"
+    spec = JobSpec("trial-train", "train", ("python",), run=str(run), chain="c",
+                   files={str(plugin): sha256_file(plugin)})
+    refuse_changed_files(spec)
+    return spec
+
+
+EXECUTED = ["..", ".", "code", "launch", "launch/submitit", "code/c", "code/c/drover/launch",
+            "code/c/drover/launch/a.py", "../plugins", "../plugins/ours.py"]
 
 
 @pytest.mark.parametrize("spoil, why", [
     ("chmod o+w", "may be written by everyone"), ("chmod g+w", "may be written by the group "),
     pytest.param(f"chown {OTHER}", f"belongs to the user {OTHER}. Use a run folder of your own",
                  marks=pytest.mark.skipif(not ROOT, reason="only root can give files away"))])
-def test_what_others_may_write_or_own_is_refused_with_the_remedy(spec, spoil, why):
+def test_what_others_may_write_or_own_is_refused_with_the_remedy(spec, run, spoil, why):
     for name in EXECUTED:
-        path = (spec.parents[2] / name).resolve()
+        path = (run / name).resolve()
         owner = path.stat().st_uid
         subprocess.run([*spoil.split(), path], check=True)
-        message = refused(UserError, why, trusted_spec, spec)
+        message = refused(UserError, why, refuse_changed_files, spec)
         assert f"{path} {why}" in message and "set launch.check_owners=false" in message
         if "chmod" in spoil:
             subprocess.run(shlex.split(message.split("`")[1]), check=True)
         else:
             os.chown(path, owner, -1)
-        trusted_spec(spec)
+        refuse_changed_files(spec)
 
 
-def test_an_access_control_list_that_lets_others_write_is_refused(spec, monkeypatch):
+def test_an_access_control_list_that_lets_others_write_is_refused(spec, run, monkeypatch):
     """It shows as the group's mode, also if that group is the user's own."""
     monkeypatch.setattr(trust, "_is_own_group", lambda group: True)
-    run = spec.parents[2]
     run.chmod(0o770)
-    trusted_spec(spec)
+    refuse_changed_files(spec)
     monkeypatch.setattr(os, "listxattr", lambda path: [trust.ACL] * (path == run))
-    refused(UserError, f"{run} may be written by others, according to its access control list", trusted_spec, spec)
+    refused(UserError, f"{run} may be written by others, according to its access control list", refuse_changed_files,
+            spec)
 
 
 def test_a_group_is_the_users_own(monkeypatch):
@@ -89,28 +96,27 @@ def test_a_group_is_the_users_own(monkeypatch):
     assert not is_own(8, "me") and not is_own(7, "physics") and not is_own(7, "me", "me", "you")
 
 
-def test_owners_that_are_not_compared(spec):
-    JobSpec("trial-train", "train", (), run=str(spec.parents[2]), chain="c", check_owners=False).save(spec)
-    spec.parents[2].chmod(0o777)
-    trusted_spec(spec)
+def test_owners_that_are_not_compared(spec, run):
+    run.chmod(0o777)
+    refuse_changed_files(replace(spec, check_owners=False))
 
 
-def test_a_plugin_that_changed_after_the_submission_is_not_run(spec):
-    plugin = spec.parents[3] / "plugins/ours.py"
+def test_a_plugin_that_changed_after_the_submission_is_not_run(spec, run):
+    plugin = run.parent / "plugins/ours.py"
     plugin.write_text("import evil\n")
-    refused(UserError, "ours.py changed after the submission. Nothing was started", trusted_spec, spec)
+    refused(UserError, "ours.py changed after the submission. Nothing was started", refuse_changed_files, spec)
     plugin.unlink()
-    refused(UserError, "ours.py changed after the submission", trusted_spec, spec)
+    refused(UserError, "ours.py changed after the submission", refuse_changed_files, spec)
 
 
-def test_a_sticky_folder_may_be_above_a_run_but_no_run(spec, tmp_path):
+def test_a_sticky_folder_may_be_above_a_run_but_no_run(spec, run, tmp_path):
     """There nobody exchanges what is another's."""
     tmp_path.chmod(0o777)
-    refused(UserError, f"{tmp_path} may be written by everyone", trusted_spec, spec)
+    refused(UserError, f"{tmp_path} may be written by everyone", refuse_changed_files, spec)
     tmp_path.chmod(0o1777)
-    trusted_spec(spec)
-    spec.parents[2].chmod(0o1777)
-    refused(UserError, f"{spec.parents[2]} may be written by everyone", trusted_spec, spec)
+    refuse_changed_files(spec)
+    run.chmod(0o1777)
+    refused(UserError, f"{run} may be written by everyone", refuse_changed_files, spec)
 
 
 def test_folders_that_links_lead_through_are_looked_at(tmp_path):
@@ -140,10 +146,8 @@ def test_what_is_submitted_is_ones_own_whatever_the_umask_and_the_checkout(slurm
     slurm.accepted("--stage all")
     assert not [path for folder in ("code", "logs", "launch") for path in (slurm.run / folder).rglob("*")
                 if path.stat().st_mode & 0o022]
-    specs = [*(slurm.run / "launch/jobs").iterdir()]
-    assert len(specs) == len(STAGES)
-    for path in specs:
-        trusted_spec(path)
+    for job in slurm.chain.jobs:
+        refuse_changed_files(slurm.task(job.id).spec)
 
 
 def test_a_run_folder_that_others_may_write_is_refused_at_once(slurm):
