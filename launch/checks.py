@@ -210,13 +210,9 @@ def unknown_names(jobs: list[Job], nodes: Sequence[NodeKind], scheduler: Schedul
             for name in str(given.get(kind, "")).split(","):
                 if name and names and (name if kind == "partition" else name.lower()) not in names:
                     unknown.setdefault((kind, name), []).append(job.key)
-        if not given["partition"] and nodes and not any(kind.usual for kind in nodes):
-            unknown.setdefault(("partition", ""), []).append(job.key)
     for (kind, name), keys in unknown.items():
-        what = f"Slurm {'has' if kind == 'partition' else 'gives you'} no {kind} {name}" if name else \
-            "Slurm has no default partition"
-        yield (f"{first(keys)}: {what}; {meant(name, known[kind], f'set launch.{kind}.')} It has: "
-               f"{', '.join(sorted(known[kind]))}.")
+        yield (f"{first(keys)}: Slurm has no {kind} {name} for you; {meant(name, known[kind], f'set launch.{kind}.')} "
+               f"It has: {', '.join(sorted(known[kind]))}.")
 
 
 def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Environment, *, local: bool) -> None:

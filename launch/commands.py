@@ -48,11 +48,8 @@ def _cancel(options: argparse.Namespace) -> int:
     """Cancel the run's queued jobs, those of the newest submission and the last of a chain first: in this order no
     job's end lets another one start."""
     files, scheduler = read_run(options.run), Scheduler()
-    if files.chain is None:
-        echo(f"{options.run} was never submitted to Slurm, so there is nothing to cancel")
-        return 0
     queued, answered = in_queue(options.run, scheduler)
-    if not answered:
+    if queued and not answered:
         echo("squeue does not answer, so every job of the chain is cancelled", file=sys.stderr)
     for job in queued:
         if problem := scheduler.cancel(job.id):

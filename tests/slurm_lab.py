@@ -144,7 +144,6 @@ class Lab:
 
     def __init__(self, folder: Path | str | None = None) -> None:
         self.folder = Path(folder or default_folder()).resolve()
-        self._children: list[psutil.Popen] = []
 
     @property
     def settings(self) -> LabSettings:
@@ -295,8 +294,6 @@ class Lab:
 
     def daemon(self, name: str) -> psutil.Process | None:
         """A daemon's process; None if it is not running."""
-        for child in self._children:
-            child.poll()  # reap it, if it has ended
         with suppress(FileNotFoundError, ValueError, psutil.Error):
             identity, started = (self.folder / "pids" / name).read_text().split()
             process = psutil.Process(int(identity))
@@ -310,7 +307,6 @@ class Lab:
             child = psutil.Popen([str(_which(program)), *arguments], stdin=subprocess.DEVNULL, stdout=out,
                                  stderr=out, cwd=self.folder, env={**self._environment(), **variables},
                                  start_new_session=True)
-        self._children.append(child)
         (self.folder / "pids" / name).write_text(f"{child.pid} {child.create_time()}\n")
 
     def stop_daemon(self, name: str, grace_s: float = 0.0) -> None:

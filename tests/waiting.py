@@ -1,5 +1,6 @@
 """Waiting for what must happen, with a limit for hangs only."""
 
+from pathlib import Path
 from time import monotonic, sleep
 
 HANG_S = 900
@@ -22,6 +23,14 @@ def wait_for(condition, story=str, *, of=None):
         assert monotonic() < until, f"waited in vain {story()}"
         sleep(0.02)
     return found
+
+
+def runs(note):
+    """Whether the process whose id a file holds is there, and no zombie."""
+    try:
+        return Path("/proc", note.read_text().strip(), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _output(process):

@@ -16,7 +16,7 @@ from typing import Any
 from drover.launch.job.host import Host, JobLock, JobSpec, StepEnd, process_end
 from drover.launch.job.rank import PREFLIGHT
 from drover.launch.processes import BROKEN_S, KILL_S, Each, Environment, ProcessGroup, Say, free_port, meeting, started
-from drover.launch.slurm.nodes import address, named
+from drover.launch.slurm.nodes import named
 from drover.launch.slurm.scheduler import UNKNOWN, WITH_NODES, literal
 
 STEP_TRIES = 4
@@ -116,7 +116,7 @@ class SlurmHost(Host):
         previous start may still be closing."""
         node = self.nodes[0]
         if self.addresses.get(node, node) == node:  # else it is kept: the controller may be down now
-            self.addresses[node] = address(node, self.scheduler)
+            self.addresses[node] = self.scheduler.node_address(node)
         return meeting(self.addresses[node], free_port())
 
 

@@ -7,7 +7,6 @@ is not the fault of the nodes.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta
 from operator import itemgetter
@@ -86,15 +85,6 @@ def named(nodes: Collection[str]) -> str:
 def failing(run_folder: Path, wanted: int = 1) -> list[str]:
     """Nodes to exclude from the next submission. wanted: how many nodes it requests."""
     return [node for node, count in failures(run_folder).items() if count >= EXCLUDED_AFTER][:few(wanted)]
-
-
-def address(node: str, scheduler: Scheduler) -> str:
-    """The address of a node: its name if that resolves here, else the address that Slurm has."""
-    try:
-        socket.getaddrinfo(node, None)
-        return node
-    except OSError:
-        return scheduler.node_address(node)
 
 
 def lost(nodes: Sequence[str], scheduler: Scheduler) -> dict[str, str]:

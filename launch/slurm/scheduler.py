@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
@@ -187,7 +189,10 @@ class Scheduler:
         return dict(self._rows("sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N|%T"))
 
     def node_address(self, name: str) -> str:
-        """The address of a node; its name if Slurm does not answer."""
+        """The address of a node: its name if that resolves here, or if Slurm does not answer, else the one it has."""
+        with suppress(OSError):
+            socket.getaddrinfo(name, None)
+            return name
         return _fields(self._ask("scontrol", "--oneliner", "show", "node", name).out).get("NodeAddr", name)
 
     def _change(self, id: str, field: str, change: Callable[[str], str]) -> str | None:

@@ -1,12 +1,8 @@
-"""Stages on this box: what follows from their ends, streams, signals, orphans."""
+"""Stages on this box: what follows from their ends; its ranks and GPUs."""
 
-import fcntl
 import json
 import os
-import pty
 import signal
-import subprocess
-import termios
 
 import pytest
 
@@ -17,22 +13,6 @@ from drover.launch.plan import Machine, local_ranks
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.state import StageJob, write_state
 from tests.refusal import table
-
-
-def test_a_chain(ready):
-    """In a folder whose files are named like our modules and shadow none, with a thread count of the user's own, in a
-    shell with variables of a rank."""
-    for name in ("pipeline.py", "launch.py", "random.py", "submitit.py"):
-        (ready.work / name).write_text("raise SystemExit('the wrong module')\n")
-    left_over = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "nosuch.invalid", "TORCHELASTIC_RUN_ID": "none"}
-    result = ready.submit("--stage", "encode,train,convert", OMP_NUM_THREADS="7", **left_over)
-    assert result.returncode == 0, result.stderr
-    assert "train rank 0 of 2 threads 7" in result.stdout and "convert rank 0 of -" in result.stdout
-    assert "encode    up to date" in result.stdout and "all done in" in result.stdout
-    assert "train rank 0 of 2" in (ready.run / "logs/train/latest/output.log").read_text()
-    assert ready.started() == ["convert-0", "train-0", "train-1"]
-    ready.check_secret()
-
 
 # ---- what follows from a stage's end, with ends that are played
 
@@ -48,8 +28,9 @@ shard/local.1/output.log. Once the cause is fixed, the same command without --fo
     0 done request -> false -> 130 -> stopped before tokenizer; the same command continues""", str, json.loads, int))
 def test_what_follows_from_each_end(launcher, monkeypatch, plays, forced, status, words):
     """plays: each stage's exit status and last word, and whether a request to stop comes. forced: there is a manifest
-    from before, which proves nothing."""
+    from before, which proves nothing. The shell has variables of a rank, and a thread count of the user's own."""
     left, commands = plays.split("/"), []
+    left_over = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "nosuch.invalid", "TORCHELASTIC_RUN_ID": "none"}
     monkeypatch.setattr(runner, "PAUSE_S", 0.0)
     if forced:  # by a run that the launcher did not make, whose last word is no start's of the launcher
         launcher.done("shard", "tokenizer")
@@ -57,6 +38,8 @@ def test_what_follows_from_each_end(launcher, monkeypatch, plays, forced, status
 
     def start(host, spec, command, environment, folder, each):
         end, *said = left.pop(0).split()
+        assert environment["OMP_NUM_THREADS"] == "7" and environment["PYTHONSAFEPATH"] == "1"
+        assert left_over.keys().isdisjoint(environment)
         commands.append(command)
         (folder / "output.log").touch()
         host.requests += [signal.SIGTERM] * ("request" in said)
@@ -67,45 +50,11 @@ def test_what_follows_from_each_end(launcher, monkeypatch, plays, forced, status
         return process_end(int(end))
 
     monkeypatch.setattr(LocalHost, "start", start)
-    result = launcher.submit(f"--stage shard,tokenizer --cluster local launch.max_restarts=1 {'--force' * forced}")
+    result = launcher.submit(f"--stage shard,tokenizer --cluster local launch.max_restarts=1 {'--force' * forced}",
+                             OMP_NUM_THREADS="7", **left_over)
     assert result.returncode == status and words in result.stdout + result.stderr, result.stderr
     assert not left and ("--force" in " ".join(commands[0])) == forced and "--force" not in commands[0]
     assert f"start {int(forced)}: one process" in (launcher.run / "logs/local.log").read_text()
-
-
-# ---- streams
-
-
-def on_a_terminal(house, stages, **variables):
-    """The launcher on a terminal of its own, and the terminal's other end."""
-    reader, writer = pty.openpty()
-    launcher = subprocess.Popen(house.command("--config", "config.yaml", "--stage", stages), cwd=house.work,
-                                env=house.environ(**variables), stdin=writer, stdout=writer, stderr=writer,
-                                start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
-    os.close(writer)
-    return launcher, reader
-
-
-def test_a_stage_on_a_terminal_knows_it_and_the_log_stays_plain(house):
-    (launcher, reader), shown = on_a_terminal(house, "shard"), b""
-    while True:
-        try:
-            shown += os.read(reader, 4096)
-        except OSError:
-            break
-    os.close(reader)
-    assert launcher.wait() == 0
-    assert b"terminal True" in shown
-    log = (house.run / "logs/shard/latest/output.log").read_bytes()
-    assert b"terminal True" in log and b"\r" not in log and b"\x1b" not in log
-
-
-def test_a_closed_terminal_is_a_request_to_stop(ready):
-    launcher, reader = on_a_terminal(ready, "train,convert", FAKE_train="slow")
-    ready.wait_for_bodies("train", 2)
-    os.close(reader)
-    assert launcher.wait() == 130 and len(list(ready.pids.glob("train-?.saved"))) == 2 and not ready.alive()
-    assert "convert-0" not in ready.started()
 
 
 @pytest.mark.parametrize("processes, gpus, device, ranks", table("""

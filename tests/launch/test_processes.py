@@ -14,8 +14,7 @@ import pytest
 from drover.launch import processes
 from drover.launch.processes import pass_on, run_local, show, stop_requests
 from drover.pipeline.contract.stages import REPOSITORY
-from tests.launch.fake_house import runs
-from tests.waiting import HANG_S, wait_for
+from tests.waiting import HANG_S, runs, wait_for
 
 ENDS_AT_TERM = "signal.signal(15, lambda *_: os._exit(5))"
 STUBBORN = "signal.signal(15, signal.SIG_IGN); below = subprocess.Popen(['sleep', '3600']); " \

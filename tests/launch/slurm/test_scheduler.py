@@ -5,10 +5,9 @@ import re
 import pytest
 
 from drover.launch.slurm.scheduler import COLUMNS, JobInfo, Scheduler, is_stuck, meaning, refusal
-from tests.launch.fake_house import runs
 from tests.launch.recorded_slurm import NO_CONTROLLER, NO_DATABASE, NO_JOB, WIDTHS, queue_line
 from tests.refusal import table
-from tests.waiting import wait_for
+from tests.waiting import runs, wait_for
 
 ACCOUNTED = """\
 2|PENDING|Dependency|None assigned
