@@ -17,7 +17,7 @@ from drover.launch.checks import refuse_changed
 from drover.launch.devices import MASKS, smi, visible_gpus
 from drover.launch.job.host import Host, JobSpec, StepEnd, process_end
 from drover.launch.job.runner import Runner
-from drover.launch.plan import Job, Machine, Options, as_imported_here
+from drover.launch.plan import Job, Machine, Options, process_environment
 from drover.launch.processes import Each, Environment, run_local, show, stop_requests
 from drover.launch.slurm.scheduler import NoScheduler
 from drover.launch.slurm.start_logs import ONE_PROCESS
@@ -128,5 +128,5 @@ def _spec(run: Run, job: Job, chain: str) -> JobSpec:
     restarts = run.config.launch.max_restarts if STAGES[job.stage].checkpoints else 0
     command = tuple(f"--force-id={chain}" if word == "--force" else word for word in job.command)
     return replace(job, run=str(run.folder), chain=chain, command=command,
-                   environment={**job.environment, **as_imported_here()},
+                   environment={**job.environment, **process_environment()},
                    requeue=False, max_restarts=restarts)

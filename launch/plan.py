@@ -237,7 +237,7 @@ def code_path(code: str) -> str:
     return os.pathsep.join([code, *plugin_folders()])
 
 
-def as_imported_here() -> dict[str, str]:
+def process_environment() -> dict[str, str]:
     """Environment of a process of this machine that imports what this one has imported, nothing from the folder it runs
     in, and does not buffer its output."""
     path = os.pathsep.join(filter(None, [code_path(str(IMPORTED_FROM)), os.environ.get("PYTHONPATH")]))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from drover.launch.credentials import known_form
 from drover.launch.job.host import JobSpec
-from drover.launch.plan import Job, Options, as_imported_here
+from drover.launch.plan import Job, Options, process_environment
 from drover.launch.processes import answer_of
 from drover.launch.slurm.chain import CHAIN, ChainJob, JobChain, in_queue
 from drover.launch.slurm.nodes import failing, named
@@ -258,7 +258,7 @@ def rehearse_training(run: Run, jobs: list[Job], options: Options) -> None:
     made = run.manifest("tokenizer")
     if made is not None and network(run.config).vocab_size is None:
         command.append(f"model.vocab_size={made.counts['vocab_size']}")
-    environment = {**as_imported_here(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**process_environment(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     try:
         status, output, errors = answer_of(command, environment, REHEARSAL_S)
     except subprocess.TimeoutExpired:
