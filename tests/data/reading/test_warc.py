@@ -4,6 +4,7 @@ import gzip
 import io
 import re
 import sys
+import zlib
 from types import SimpleNamespace
 
 import brotli
@@ -26,7 +27,13 @@ RESPONSES = [
     ("plain", UTF8, "text/html", {}), ("gzip", gzip.compress(UTF8), "text/html", {"Content-Encoding": "gzip"}),
     ("br", brotli.compress(UTF8), "text/html", {"Content-Encoding": "br"}),
     ("zstd", zstandard.compress(UTF8), "text/html", {"Content-Encoding": "zstd"}),
+    ("deflate", zlib.compress(UTF8), "text/html", {"Content-Encoding": "deflate"}),
+    ("raw", zlib.compress(UTF8)[2:-4], "text/html", {"content-encoding": "deflate"}),
+    ("twice", gzip.compress(brotli.compress(UTF8)), "text/html", {"Content-Encoding": "br, gzip"}),
+    ("none", UTF8, "text/html", {"Content-Encoding": "UTF-8"}),
     ("chunked", CHUNKED, "text/html", {"Transfer-Encoding": "chunked"}),
+    ("packed", b"%x;a=b\r\n%b\r\n0\r\n\r\n" % (len(gzip.compress(UTF8)), gzip.compress(UTF8)), "text/html",
+     {"Transfer-Encoding": "chunked", "Content-Encoding": "gzip"}),
     ("charset", PAGE.encode("cp1252"), "text/html; charset=windows-1252", {}),
     ("xhtml", UTF8, "application/xhtml+xml;charset=utf-8", {}), ("words", "Café".encode("cp1252"), "text/plain", {})]
 OTHERS = [("missing", UTF8, "text/html", {}, "404 Not Found"), ("image", b"\x89PNG\r\n", "image/png", {}, "200 OK")]
@@ -67,9 +74,10 @@ def test_responses_with_pages_are_read_and_the_rest_is_counted(tmp_path, gzipped
     first = documents[0].meta
     assert (first["url"], first["title"], first["date"][:2]) == ("http://example.org/plain", "Café", "20")
     files = files_read(inputs)
-    assert passed_over(files) == {"of type request": 10, "of type warcinfo": 1, "with HTTP status 404": 1,
+    pages = len(RESPONSES)
+    assert passed_over(files) == {"of type request": pages + 2, "of type warcinfo": 1, "with HTTP status 404": 1,
                                   "with content of type image/png": 1}
-    assert "of 21 records of WARC files 8 are pages; passed over are 10 of type request" in next(
+    assert f"of {2 * pages + 5} records of WARC files {pages} are pages; passed over are {pages + 2} of type" in next(
         remarks(files_source(path), files))
 
 
@@ -85,6 +93,41 @@ def test_texts_of_wet_files_are_taken_as_they_are(tmp_path):
     assert texts(documents) == pages and rejections == [] and documents[1].meta["url"] == "http://example.org/1"
     documents, _ = read(files_source(tmp_path / "*", id_field="url"))
     assert (documents[1].id, documents[1].place) == ("http://example.org/1", "a.warc.wet.gz:2")
+
+
+def record(kind, content, block, end="\r\n", length="Content-Length"):
+    """A record whose header is written as some programs do."""
+    lines = ["WARC/1.0", f"WARC-Type: {kind}", "WARC-Target-URI: http://a/", f"Content-Type: {content}",
+             f"{length}: {len(block)}"]
+    return end.join([*lines, "", ""]).encode() + block + (2 * end).encode()
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("length", ["Content-Length", "content-length", "CONTENT-LENGTH"])
+def test_headers_may_be_spelled_and_end_in_other_ways(tmp_path, end, length):
+    response = end.join(["HTTP/1.1 200", "content-type: text/html", "", PAGE]).encode()
+    http = "application/http; msgtype=response"
+    (tmp_path / "a.warc").write_bytes(record("response", http, response, end, length) * 2)
+    documents, rejections = read(tmp_path / "a.warc")
+    assert texts(documents) == ["Café"] * 2 and rejections == []
+    assert documents[1].meta["url"] == "http://a/"
+
+
+@pytest.mark.parametrize("kind", ["resource", "conversion"])
+def test_the_charset_of_records_that_are_no_responses(tmp_path, kind):
+    (tmp_path / "a.warc").write_bytes(record(kind, "text/plain; charset=windows-1251", "мост закрыт".encode("cp1251")) +
+                                      record(kind, 'text/html;Charset="utf-8"', UTF8))
+    documents, _ = read(tmp_path / "a.warc")
+    assert texts(documents) == ["мост закрыт", "Café"]
+
+
+def test_a_page_that_breaks_off_between_chunks_is_kept_and_counted(tmp_path):
+    bodies = [CHUNKED[:end] for end in (11, 15, 18, -5)]
+    (tmp_path / "a.warc.gz").write_bytes(archive(*(("a", body, "text/plain", {"Transfer-Encoding": "chunked"})
+                                                   for body in bodies)))
+    documents, rejections = read(tmp_path / "a.warc.gz")
+    assert [own.meta.get("truncated") for own in documents] == ["chunked"] * 4 and rejections == []
+    assert documents[-1].text == "<p>Café</p>"
 
 
 def test_a_gzipped_page_that_breaks_off_is_kept_and_counted(tmp_path):
@@ -155,7 +198,7 @@ def test_files_that_were_appended_to_one_another_are_read_to_the_end(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "data", "reason"), [
-    ("a.warc", b"WARC/1.0 hello\n\nwords", "Invalid WARC header"), ("a.warc", b"words", "it is no WARC file"),
+    ("a.warc", b"WARC/1.0 hello\n\nwords", "record 1 has no WARC header"), ("a.warc", b"words", "it is no WARC file"),
     ("a.txt", b"WARC/1.0\r\n", "it is a WARC file; name it .warc, or set the source's `format: warc`"),
     ("a.warc.gz", b"WARC/1.0\r\n", "but it is a WARC file")])
 def test_what_is_no_warc_file_is_named(tmp_path, name, data, reason):
@@ -171,7 +214,7 @@ def test_records_are_those_that_datatrove_reads(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "magic", kind)
     from datatrove.pipeline.readers.warc import WarcReader
     monkeypatch.setattr(WarcReader, "_requires_dependencies", [])
-    pages = [own for own in RESPONSES if own[0] not in ("words", "br", "zstd", "xhtml")]
+    pages = [own for own in RESPONSES if own[0] not in ("words", "br", "zstd", "xhtml", "twice")]
     (tmp_path / "a.warc.gz").write_bytes(archive(*pages, OTHERS[1]))
     (tmp_path / "b.wet.gz").write_bytes(wet("one <b>", "two"))
     theirs = [(own.metadata["url"], own.metadata["date"], own.text) for own in WarcReader(str(tmp_path)).run()]
