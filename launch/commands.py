@@ -87,6 +87,7 @@ def _log_options(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", action=NamedRun, help="a run's name (demo) or folder (runs/demo)")
     parser.add_argument("stage", metavar="STAGE", help="such as train")
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="the rank whose output is shown (default 0)")
+    parser.add_argument("--element", type=int, metavar="N", help="the element of a Slurm array whose output is shown")
     parser.add_argument("--follow", action="store_true", help="keep printing as the output grows, also after restarts")
 
 
@@ -98,7 +99,8 @@ def _logs(options: argparse.Namespace) -> int:
     shown, file = Path(), None
     with ExitStack() as closing, suppress(KeyboardInterrupt):
         while True:
-            starts = [start for start in RunFacts(run).starts if start.stage == stage]
+            starts = [start for start in RunFacts(run).starts if start.stage == stage
+                      and (options.element is None or start.job.endswith(f"_{options.element}"))]
             path = rank_log(starts[-1].logs(run), rank, starts[-1].ranks_per_node) if starts else shown
             if file is not None:
                 _print(file, rank)  # the rest of an earlier start
@@ -106,13 +108,16 @@ def _logs(options: argparse.Namespace) -> int:
                 shown = path
                 file = closing.enter_context(opened(path))
                 echo(f"==> {path} <==")
+                if "_" in starts[-1].job:
+                    echo("Each element of its array has an own output: --element N shows it.")
                 if skipped := skip(file):
                     echo(f"The first {readable(skipped)} are left out.")
                 _print(file, rank)
             if not options.follow:
                 if file is None:
                     has = f"; its newest start has ranks 0-{starts[-1].ranks - 1}" if starts else ""
-                    raise UserError(f"There is no log of rank {rank} of {stage} in {run}{has}. `drover why {run}` "
+                    of = "" if options.element is None else f" of element {options.element}"
+                    raise UserError(f"There is no log of rank {rank}{of} of {stage} in {run}{has}. `drover why {run}` "
                                     f"shows the logs of its jobs.")
                 return 0
             time.sleep(POLL_S)

@@ -5,7 +5,7 @@
     drover chat path/to/Llama-3.2-1B-Instruct --chat --interactive
 
 Several prompts are continued together; the first is printed as it is generated. Ctrl-C ends a reply; at `>`, Ctrl-D
-ends the session.
+or `exit` ends the session.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from drover.pipeline.records.weight_files import weights_folder
 CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Characters that move a terminal's cursor or change its colours; a model may have learned them."""
 NEW = "/new"
-ENDS = "Ctrl-C ends a reply, Ctrl-D the session"
+EXITS = ("exit", "quit", "/exit", "/quit")
+ENDS = "Ctrl-C ends a reply; Ctrl-D, or exit, ends the session"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -134,6 +135,8 @@ class Session:
                 print()
                 echo(ENDS, file=sys.stderr)
                 continue
+            if prompt.strip() in EXITS:
+                return
             if self.template and prompt.strip() == NEW:
                 self.messages = list(self.system)
             elif prompt.strip():

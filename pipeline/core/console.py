@@ -7,6 +7,7 @@ import argparse
 import math
 import os
 import re
+import shutil
 import sys
 import textwrap
 import time
@@ -77,8 +78,11 @@ def _folded(line: str, width: int) -> str:
 
 def echo(*lines: str, file: IO[str] | None = None) -> None:
     """Print lines, flushed immediately so that logs and pipes show them. Names and texts in them may be somebody
-    else's: `printable`. A terminal shows ALARMS in colour."""
+    else's: `printable`. A terminal shows ALARMS in colour, and long lines broken between words."""
     text = printable("\n".join(lines))
+    if (file or sys.stdout).isatty():
+        width = shutil.get_terminal_size().columns
+        text = "\n".join(line if len(line) <= width else _folded(line, width) for line in text.split("\n"))
     if not can_draw(file or sys.stdout) or not any(word in text for word in ALARMS):
         print(text, file=file, flush=True)
         return

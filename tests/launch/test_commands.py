@@ -156,6 +156,15 @@ def test_logs(run, capsys):
         f"==> {run.folder}/logs/train/16.1/node1.log <==\noutput 1 \N{SNOWMAN}\nerror\n")
 
 
+def test_the_log_of_an_element_is_chosen(run, capsys):
+    for element in (1, 2):
+        run.attempt("attempt", "shard", f"12_{element}", ranks=0, nodes=["n1"])
+        run.log(f"shard/12_{element}.0/node0.log", f"0: output {element}\n")
+    assert "--element N shows it.\noutput 1" in printed(capsys, commands.logs, run.folder, "shard", "--element", 1)
+    assert "no log of rank 0 of element 3 of shard" in printed(
+        capsys, commands.logs, run.folder, "shard", "--element", 3, expect=2)
+
+
 def test_of_an_endless_log_the_end_is_shown(run, capsys, monkeypatch):
     """Sparse, as after a write far beyond its end."""
     monkeypatch.setattr(start_logs, "MOST_SHOWN", 100)

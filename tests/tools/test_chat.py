@@ -123,13 +123,13 @@ def test_a_session_asks_until_there_is_no_more(places, model, typed, capsys, mon
                 raise KeyboardInterrupt
             yield piece
     monkeypatch.setattr("drover.model.generation.stream.stream", interrupted)
-    typed("one", "  ", KeyboardInterrupt, "x" * 256, "two", "three")
+    typed("one", "  ", KeyboardInterrupt, "x" * 256, "two", "three", "exit", "four")
     assert main([str(places["run"]), *SESSION]) == 0
     captured = capsys.readouterr()
     one, two, three = (f"{prompt}{continued(model, prompt, 25)}" for prompt in ("one", "two", "three"))
     first, second, third = re.split(r"\n(?=two|three)", captured.out)
     assert (first, third) == (f"{one}\n", f"{three}\n") and "leaves no room" in captured.err
-    assert "step-00000003 takes a prompt a line; Ctrl-C ends a reply, Ctrl-D the session" in captured.err
+    assert "step-00000003 takes a prompt a line; Ctrl-C ends a reply; Ctrl-D, or exit, ends the session" in captured.err
     assert captured.err.count("Ctrl-D") == 2, "at the start, and after Ctrl-C at the prompt"
     assert two.startswith(second) and len("two") < len(second) < len(two)
 

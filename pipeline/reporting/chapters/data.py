@@ -31,15 +31,17 @@ def data(facts: Facts) -> Iterator[Block]:
 
 
 def _documents(counts: Record, entries: Record, rule: str) -> Table:
-    """The fate of every document: each row adds up."""
+    """The fate of every document: each row adds up. What happened to none has no column."""
     became = {"training": "{train:,}", "validation": "{validation:,}",
-              **{reason: f"{{dropped[{reason}]:,}}" for reason in counts["dropped"]}, "unreadable": "{rejected:,}"}
-    return Table("Documents", {"source": "{source}", "came in": "{documents_in:,}", "cut in two": "{cut_in_two:,}",
-                               **became, "training text": "{text_bytes[train]:B}",
+              **{reason: f"{{dropped[{reason}]:,}}" for reason, number in counts["dropped"].items() if number},
+              **({"unreadable": "{rejected:,}"} if counts.get("rejected") else {})}
+    cut = {"cut in two": "{cut_in_two:,}"} if counts.get("cut_in_two") else {}
+    return Table("Documents", {"source": "{source}", "came in": "{documents_in:,}", **cut, **became,
+                               "training text": "{text_bytes[train]:B}",
                                "validation text": "{text_bytes[validation]:B}"},
                  flat(entries, "source"),
-                 f"Came in, and one more for each that was cut in two, = {' + '.join(became)}. Validation documents "
-                 f"were chosen {rule}.")
+                 f"Came in{', and one more for each that was cut in two,' if cut else ''} = {' + '.join(became)}. No "
+                 f"document was dropped for another reason. Validation documents were chosen {rule}.")
 
 
 def _files(counts: Record, entries: Record) -> Iterator[Block]:
