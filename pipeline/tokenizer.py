@@ -180,7 +180,7 @@ def _print_results(work: Work, tokenizer: Tokenizer, report: Record, speed: floa
     bos, eos = tokenizer.bounds
     work.say(f"around each document: {bos} ({tokenizer.bos_id}) before it, {eos} ({tokenizer.eos_id}) after it")
     notable = (("literal_marks", "but for U+2581, which came back as a space"),
-               ("cut_documents", "checked at their beginning only, or encoded in parts"))
+               ("cut_documents", "checked at their beginning only"))
     some = f" of {report['validation_documents']:,}" if "validation_documents" in report else ""
     work.say(f"{total['documents']:,}{some} validation and {report['training_sample']['documents']:,} training "
              f"documents: all read back, all with equal ids in hf/tokenizer.json"

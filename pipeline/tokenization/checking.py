@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from drover.pipeline.contract.manifest import Manifest
     from drover.pipeline.contract.stage_work import Work
 
-PIECE = 4_000_000
-"""Characters of a document that are checked: each takes up to 250 bytes of memory."""
+PIECE = 500_000
+"""Characters of a document that are checked: each takes up to 250 bytes of memory, and tiktoken fails at a run of a
+million blanks."""
 BEGINNING = 1000
 """Characters of a document that show whether the exported tokenizer puts BOS before it."""
 EXAMPLES = 5
@@ -79,10 +80,9 @@ def check(documents: Iterable[Document], tokenizer: Tokenizer, exported: Any, ag
         ids = tokenizer.encode(text)
         encode_s += time.perf_counter() - began
         seen[ids] = 1
-        decoded, parts = tokenizer.decode(ids), tokenizer.parts(text)
+        decoded = tokenizer.decode(ids)
         # Names of special tokens in a text are text here; the settings of a ready tokenizer may match them.
-        plain = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-        theirs = [token for part in parts for token in exported(part, **plain)["input_ids"]]
+        theirs = exported(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
         begins = tokenizer.kind == "huggingface" or \
             exported(text[:BEGINNING], verbose=False)["input_ids"][0] == tokenizer.bos_id
         back = exported.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -96,7 +96,7 @@ def check(documents: Iterable[Document], tokenizer: Tokenizer, exported: Any, ag
             unknown_tokens=ids.count(-1 if tokenizer.unk_id is None else tokenizer.unk_id),
             round_trip_failures=int(not is_read_back), hugging_face_failures=int(not is_as_exported),
             literal_marks=int(decoded != text and is_read_back),
-            cut_documents=int(len(document.text) > PIECE or len(parts) > 1))
+            cut_documents=int(len(document.text) > PIECE))
         if not is_read_back:
             other = utf8.decode(errors="replace") if reads_back(text, decoded) else decoded
             at = len(os.path.commonprefix([text, other]))  # noqa: RUF071 - texts, not paths

@@ -123,8 +123,7 @@ def agreement(tokenizer: Tokenizer, path: Path | None) -> Agrees | None:
     if tokenizer.kind == "tiktoken":
         from tiktoken import Encoding
         encoding = Encoding(path.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=read_ranks(path), special_tokens={})
-        return lambda text, ids: ids == [
-            token for part in tokenizer.parts(text) for token in encoding.encode_ordinary(part)]
+        return lambda text, ids: ids == encoding.encode_ordinary(text)
     from sentencepiece import SentencePieceProcessor
     processor = SentencePieceProcessor(model_proto=read_bytes(path))
 

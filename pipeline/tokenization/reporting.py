@@ -22,7 +22,7 @@ FIELDS = ("documents", "text_bytes", "characters", "words", "tokens", "fallback_
           "round_trip_failures", "hugging_face_failures", "literal_marks", "cut_documents")
 """The counts. `hugging_face_failures`: documents with other ids in the export or by the tokenizer's own library.
 `literal_marks`: documents with U+2581 that are decoded with a space in its place. `cut_documents`: documents so long
-that only their beginning is checked, or that are encoded in parts."""
+that only their beginning is checked."""
 LONGEST = 12
 _SHARES = (("bytes_per_token", "text_bytes", "tokens"), ("characters_per_token", "characters", "tokens"),
            ("tokens_per_word", "tokens", "words"), ("fallback_share", "fallback_tokens", "tokens"),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -36,11 +35,8 @@ _NAMED = (BOS, EOS, "<|reserved_special_token_0|>", "<|reserved_special_token_1|
 SPECIAL_TOKENS = (*_NAMED, *(f"<|reserved_special_token_{number}|>" for number in range(2, 246)))
 """Llama 3's 256 special tokens in their order (names of Llama 3.1): most are free for later fine-tuning."""
 
-MAX_PART = 400_000
-MAX_RUN = 25_000
 AT_ONCE = 8
-"""Parts whose tokens are in memory as objects of the library, which take 150 times the bytes of the text."""
-_RUNS = re.compile(r"\s+|\S+")
+"""Texts whose tokens are in memory as objects of the library, which take 150 times the bytes of the text."""
 NAME = "fastokens"
 NOT_TAKEN = ("post_processor", "truncation", "padding")
 """Parts of a tokenizer.json that add or remove ids. Drover puts BOS and EOS around documents itself, and truncates
@@ -124,25 +120,8 @@ class Tokenizer:
 
     def encode_flat(self, texts: Sequence[str]) -> Flat:
         """The result of `encode` for each text, without a Python object for each id."""
-        parts = [self.parts(text) for text in texts]
-        ids, offsets = self._encode([part for own in parts for part in own])
-        return ids, offsets[np.cumsum([0, *map(len, parts)])]
-
-    def parts(self, text: str) -> list[str]:
-        """The parts of a very long text that are encoded independently of each other; nearly always one.
-
-        Meta's tokenizer of Llama 3 cuts a text every 400,000 characters, and every 25,000 characters of a run with or
-        without white space. At such a cut, and only there, tokens may differ from those of a tokenizer that does not
-        cut. Bytes and characters may be cut anywhere, which takes less memory.
-        """
-        if self.kind not in ("tiktoken", "byte", "char") or len(text) <= MAX_RUN:
-            return [text]
-        parts = [text[start:start + MAX_PART] for start in range(0, len(text), MAX_PART)]
-        return [run for part in parts for run in _cut_runs(part)] if self.kind == "tiktoken" else parts
-
-    def _encode(self, texts: list[str]) -> Flat:
         # "fast" leaves out where in the text each token lies.
-        batches = (self.backend.encode_batch_fast(texts[start:start + AT_ONCE], add_special_tokens=False)
+        batches = (self.backend.encode_batch_fast([*texts[start:start + AT_ONCE]], add_special_tokens=False)
                    for start in range(0, len(texts), AT_ONCE))
         return joined([np.array(one.ids, np.uint32) for encoded in batches for one in encoded])
 
@@ -208,13 +187,6 @@ class TokenBytes:
         return np.add.reduceat(self.lengths[ids], starts, dtype=np.int64) - self._dropped[ids[starts]]
 
 
-def _cut_runs(text: str) -> list[str]:
-    cuts = [0]
-    for match in _RUNS.finditer(text):
-        cuts += range(match.start() + MAX_RUN, match.end(), MAX_RUN)
-    return [text[start:stop] for start, stop in zip(cuts, [*cuts[1:], len(text)], strict=True)]
-
-
 def loses_marks(tokenizer: Tokenizer) -> bool:
     """Whether a literal U+2581 is decoded as a space."""
     return tokenizer.decode(tokenizer.encode(f"a{WORD_MARK}b")) == "a b"
@@ -259,7 +231,7 @@ class FastEncoder(Tokenizer):
 
     def __init__(self, reference: Tokenizer, folder: Path) -> None:
         """Open the vocabulary of a finished tokenizer stage; EncoderError if the library refuses it or is absent."""
-        vars(self).update(vars(reference))  # it is the same but for `_encode`
+        vars(self).update(vars(reference))  # it is the same but for `encode_flat`
         self.reference = reference
         if self.kind in ("byte", "char"):
             self._table = np.full(0x110000, -1)
@@ -272,13 +244,13 @@ class FastEncoder(Tokenizer):
         one_thread()
         self._native = _guarded(lambda: _opened(folder / EXPORT))
 
-    def _encode(self, texts: list[str]) -> Flat:
+    def encode_flat(self, texts: Sequence[str]) -> Flat:
         """EncoderError if the library fails, or gives an id outside the vocabulary, BOS or EOS."""
         if self.kind == "byte":
             return joined([np.frombuffer(text.encode(), np.uint8) for text in texts])
         if self.kind == "char":
             return joined(list(map(self._by_table, texts)))
-        given = _guarded(lambda: self._native.encode_batch_flat(texts, False, True))
+        given = _guarded(lambda: self._native.encode_batch_flat([*texts], False, True))
         ids, offsets = np.frombuffer(given[0], "<u4"), np.frombuffer(given[1], "<u8").astype(np.int64)
         if len(offsets) != len(texts) + 1 or offsets[-1] != len(ids):
             raise EncoderError(f"it gave {len(offsets)} offsets up to {offsets[-1:]} for {len(texts)} texts")
@@ -289,7 +261,7 @@ class FastEncoder(Tokenizer):
     def _by_table(self, text: str) -> NDArray[Any]:
         """The ids of characters; a text with others than the vocabulary's is left to the reference."""
         ids = self._table[np.frombuffer(text.encode("utf-32-le"), "<u4")]
-        return ids if (ids >= 0).all() else self.reference._encode([text])[0]
+        return ids if (ids >= 0).all() else self.reference.encode_flat([text])[0]
 
 
 def _opened(path: Path) -> Any:
@@ -333,7 +305,7 @@ def odd_strings(tokenizer: Tokenizer) -> Iterator[str]:
     powers of two. Always the same ones."""
     yield from ODD
     for piece in ODD:
-        for length in (17, 65, 257, *([30_000] if tokenizer.kind == "tiktoken" else [])):  # which cuts the longest
+        for length in (17, 65, 257):
             run = (piece * length)[:length]
             yield f"{run}x\n{run}"
     for name in chain(tokenizer.special_tokens, tokenizer.added.values()):  # of which there may be thousands

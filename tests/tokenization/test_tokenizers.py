@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drover.pipeline.tokenization.conversion import open_tokenizer
-from drover.pipeline.tokenization.tokenizer import BOS, EOS, MAX_PART, MAX_RUN, SPECIAL_TOKENS, WORD_MARK, reads_back
+from drover.pipeline.tokenization.tokenizer import BOS, EOS, SPECIAL_TOKENS, WORD_MARK, reads_back
 from tests.refusal import refused
 from tests.tokenization.conftest import KINDS, ODD_TEXTS
 
@@ -108,17 +108,6 @@ def test_the_size_is_padded_and_padding_stands_for_nothing(vocabularies, kind):
     assert all(vocabulary.token_bytes(token) == b"" for token in silent)
     assert vocabulary.decode([*silent, *vocabulary.encode("text"), *silent]) == "text"
     refused(ValueError, "is not an id of this", vocabulary.decode, [0, vocabulary.size])
-
-
-def test_very_long_runs_are_cut_as_meta_cuts_them(vocabularies):
-    vocabulary = vocabularies["tiktoken"]
-    blank, dense = " " * (2 * MAX_RUN + 5), "x" * (MAX_RUN + 1)
-    assert [len(part) for part in vocabulary.parts(f"ab{blank}cd")] == [2 + MAX_RUN, MAX_RUN, 5 + 2]
-    assert [len(part) for part in vocabulary.parts(dense)] == [MAX_RUN, 1]
-    assert [len(part) for part in vocabulary.parts("ab " * 150_000)] == [MAX_PART, 50_000]
-    assert vocabulary.parts("ab " * 10_000) == ["ab " * 10_000]
-    for text in (blank * 20, dense * 3, "ab " * 150_000):  # a million blanks make tiktoken itself panic
-        assert vocabulary.decode(vocabulary.encode(text)) == text
 
 
 def test_characters_are_sorted_and_unknown_ones_are_bytes(vocabularies, texts):
