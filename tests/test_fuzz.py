@@ -148,7 +148,7 @@ def _read_run(folder):
     for stage in STAGES:
         str(run.state(stage))
         run.record(stage)
-        run.changed(stage, only_settings=True)
+        run.changed(stage)
 
 
 def _read_token_shards(folder):
@@ -310,7 +310,8 @@ READERS = (
         runs/small/encode/manifest.json -> outputs 0 dtype -> "O"
         runs/small/encode/manifest.json -> outputs 0 path -> "x\\u0000"
         runs/small/encode/manifest.json -> new -> 1""")]),
-    Reader("text shards", make_trained_run, _read_text_shards, (f"{RUN}/shard/train/*.tar", SHARDS), known=[
+    Reader("text shards", make_trained_run, _read_text_shards, (f"{RUN}/shard/train/*.tar", SHARDS), any_size=True,
+           known=[
         (TAR, lambda whole: _header(8**11 - 1)), (TAR, lambda whole: _header(-5)),
         (TAR, lambda whole: _header(1 << 60)), *planted("""
         runs/small/shard/manifest.json -> outputs 0 source -> null

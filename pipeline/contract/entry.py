@@ -137,7 +137,7 @@ class StageAttempt:
         self.name = name
         self.body = body
         self.options = options
-        self.channel = Channel.of_process() if "RANK" in os.environ else None
+        self.channel = Channel.of_process()
 
     @property
     def stage(self) -> Stage:
@@ -257,14 +257,14 @@ class StageAttempt:
         """
         run = self.run
         name = self.name
-        try:
-            run.refuse_changed_ancestors(name)
-        except UserError as error:
-            if not continues(run, name):
-                raise
-            run.refuse_changed_ancestors(name, files=False)
-            say(name, f"warning: this job continues as it was submitted, although since then: {error}")
-            return
+        for need in before([name]):
+            changed = run.changed(need)
+            settings = [change for change in changed if change.key.startswith("config.")]
+            if refused := settings if continues(run, name) else changed:
+                raise run.refusal(need, refused)
+            if changed:
+                say(name, f"warning: this job continues as it was submitted, although since then: "
+                          f"{run.refusal(need, changed)}")
         if not this_job().chain:  # else the launcher has printed it
             for text in run.absences(before([name])):
                 say(name, text)
@@ -347,19 +347,14 @@ class StageAttempt:
                 check.close()
 
 
-def _refuse_element(name: str, options: argparse.Namespace, with_units: bool) -> None:
+def _refuse_element(name: str, options: argparse.Namespace, with_tasks: bool) -> None:
     """UserError if this process cannot be one of several that share the stage."""
-    if not options.element:
-        return
-    if not re.fullmatch("[A-Za-z0-9_.-]{1,100}", options.element):
-        raise UserError(f"--element {options.element!r} is not a name. Give letters, digits, _, - and dots.")
-    if not with_units:
+    if options.element and (options.force or not with_tasks
+                            or not re.fullmatch("[A-Za-z0-9_.-]{1,100}", options.element)):
         shared = ", ".join(other for other, stage in STAGES.items() if stage.workers)
-        raise UserError(f"The stage {name} has no tasks that processes could share; {shared} have. Run it without "
-                        f"--element.")
-    if options.force:
-        raise UserError("With --force each element would remove what the others did. Give all of them the same "
-                        "--force-id instead: then only the first starts from scratch.")
+        raise UserError(f"{name} cannot be run with --element {options.element!r}: it takes a stage with tasks that "
+                        f"processes share ({shared}), a name of letters, digits, _, - and dots, and --force-id in "
+                        f"place of --force, by which each element would remove what the others did.")
 
 
 def _reason(error: Exception) -> str | None:

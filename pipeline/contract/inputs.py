@@ -238,21 +238,18 @@ LEFT_AFTER_S = 60.0
 
 @dataclass(frozen=True)
 class Expected:
-    """A file and its expected hash. origin, fix: the sentences of an error that follow the path, and say what to do.
-    size: in bytes, if it is known."""
+    """A file and its expected hash. origin, fix: the sentences of an error that follow the path, and say what to do."""
 
     path: Path
     sha256: str
     origin: str
     fix: str
-    size: int | None = None
 
 
 def output(folder: Path, record: Mapping[str, Any], stage: str) -> Expected:
     """An output of `stage`, by its record in its manifest."""
     return Expected(folder / record["path"], record["sha256"], f"is not what the stage {stage} committed",
-                    f"Restore the right file, or delete it and run --stage {stage} again, which makes missing files",
-                    record.get("bytes"))
+                    f"Restore the right file, or delete it and run --stage {stage} again, which makes missing files")
 
 
 def external(record: ExternalFile, stage: str) -> Expected:
@@ -267,18 +264,9 @@ def wrong(file: Expected, digest: str) -> str:
             f"continues.")
 
 
-def refuse_longer(file: Expected) -> None:
-    """UserError if the file is there with more bytes than expected, so that nothing endless is hashed."""
-    result = file.path.stat().st_size
-    if file.size is not None and result > file.size:
-        raise UserError(f"{file.path} {file.origin}: {file.size:,} -> {result:,} bytes. {file.fix}; then the same "
-                        f"command continues.")
-
-
 def refuse_changed(file: Expected) -> None:
     """UserError if the file exists with other content. If it is missing, the code that reads it reports this."""
     with suppress(FileNotFoundError):
-        refuse_longer(file)
         if (result := sha256_file(file.path)) != file.sha256:
             raise UserError(wrong(file, result))
 

@@ -23,13 +23,12 @@ from drover.pipeline.contract.manifest import (
     Manifest,
     StartRecord,
     State,
-    differences,
     read_manifest,
     read_start,
     record_differences,
     stage_state,
 )
-from drover.pipeline.contract.stages import REPOSITORY, STAGES, Stage, before, follows_training
+from drover.pipeline.contract.stages import REPOSITORY, STAGES, Stage, follows_training
 from drover.pipeline.contract.workers import finished_tasks
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, all_results, listed
@@ -200,7 +199,7 @@ class Run:
             useful=spec.checkpoints or (record.fingerprint != present and not record.unusable
                                         and finished_tasks(folder) > 0))
 
-    def changed(self, stage: str, *, only_settings: bool = False) -> list[Difference]:
+    def changed(self, stage: str) -> list[Difference]:
         """How settings, earlier stages and external files differ from those that a finished stage was made from.
 
         Missing raw text or a missing earlier stage counts as unchanged, unless the settings name another place for it.
@@ -209,8 +208,6 @@ class Run:
         manifest = self.manifest(stage)
         if manifest is None:
             return []
-        if only_settings:
-            return differences({"config": manifest.fingerprint.get("config", {})}, {"config": self._settings(stage)})
         present, places = self._present(stage, manifest)
         return record_differences(manifest, {**present, "places": places})
 
@@ -230,15 +227,6 @@ class Run:
 
     def _settings(self, stage: str) -> dict[str, object]:
         return {part: identity(self.config.part(part)) for part in STAGES[stage].reads}
-
-    def refuse_changed_ancestors(self, stage: str, *, files: bool = True) -> None:
-        """UserError if a stage that this one needs, directly or not, has changed.
-
-        files: also compare the files that those stages read; one process does this for all.
-        """
-        for need in before([stage]):
-            if changed := self.changed(need, only_settings=not files):
-                raise self.refusal(need, changed)
 
     def changed_code(self, stage: str) -> list[str]:
         """Source files that have changed since the stage was made."""
@@ -263,38 +251,31 @@ class Run:
         if len(changes) > 12:
             shown.append(f"... and {len(changes) - 12} more (drover why CONFIGURATION {stage})")
         was = "was started" if self.manifest(stage) is None else "was made"
-        shape = _other_training(changes) if STAGES[stage].checkpoints else []
-        accepting = "" if not acceptable(stage, changes) else \
-            "--accept-changes to continue training (its manifest records them), " if STAGES[stage].checkpoints else \
-            "--accept-changes to rebuild it and what has changed after it, "
-        end = (f" A checkpoint cannot continue with another optimizer or as another network, so --accept-changes "
-               f"refuses {', '.join(shape)}. (To extend the context, only {', '.join(POSITIONS)} may change.)"
-               ) * bool(shape)
-        end += (" For another mixture from here on add train.phases, with --accept-changes (docs/phases.md): tokens "
-                "and epochs are then counted as trained.") * any(
-            change.key.startswith("config.train.mixture") for change in changes)
+        # What goes with a change: the beginning of its key, and a sentence.
+        hints = {"files.": " Or put the files back as they were (docs/continue.md adds text to a trained model).",
+                 "config.train.mixture": " For another mixture from here on add train.phases, with --accept-changes "
+                                         "(docs/phases.md): tokens and epochs are then counted as trained."}
+        if STAGES[stage].checkpoints and not acceptable(stage, changes):
+            hints["config."] = (f" A checkpoint cannot continue with another optimizer or as another network. (To "
+                                f"extend the context, only {', '.join(POSITIONS)} may change.)")
+        accepting = "--accept-changes to continue training with them, and to rebuild what follows it, " * acceptable(
+            stage, changes)
         ways = ("change reuse=, or leave it out to make this stage here" if self.is_reused(stage) else
                 f"--force to rebuild it, {accepting}or name=<another> for a run of its own (reuse={self.folder} shares "
                 f"what still fits)")
-        undo = ", or put the files back as they were (docs/continue.md adds text to a trained model)" * any(
-            change.key.startswith("files.") for change in changes)
         return UserError(f"The stage {stage} in {self.stage_folder(stage)} {was} with other inputs or settings, so it "
                          f"is neither used nor overwritten. Changes, old -> new:\n{listed(shown)}\n"
-                         f"Ways to continue: {ways}{undo}.{end}")
+                         f"Ways to continue: {ways}." + "".join(
+            hint for start, hint in hints.items() if any(change.key.startswith(start) for change in changes)))
 
 
 def acceptable(stage: str, changes: list[Difference]) -> bool:
     """Whether a changed stage can be run with `--accept-changes`. Training continues, but not as another network or
     with another optimizer; the stages after it are rebuilt."""
-    return follows_training(stage) and not (STAGES[stage].checkpoints and _other_training(changes))
-
-
-def _other_training(changes: list[Difference]) -> list[str]:
-    """The changed settings that make another network or optimizer, which a checkpoint does not have."""
-    names = [change.key.removeprefix("config.") for change in changes]
-    return [name for name in names
-            if name == "train.optimizer" or (
-                name.startswith("model.") and not name.startswith(tuple(f"model.{own}" for own in POSITIONS)))]
+    names = [change.key.removeprefix("config.") for change in changes if STAGES[stage].checkpoints]
+    free = tuple(f"model.{name}" for name in POSITIONS)
+    return follows_training(stage) and not any(
+        name == "train.optimizer" or (name.startswith("model.") and not name.startswith(free)) for name in names)
 
 
 def run_in(folder: Path) -> Run:

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple, TypedDict, cast
 
 import orjson
 
-from drover.pipeline.contract.inputs import output, refuse_changed, refuse_longer, wrong
+from drover.pipeline.contract.inputs import output, refuse_changed, wrong
 from drover.pipeline.contract.manifest import check_record
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Count, atomic_file, opened
@@ -134,7 +134,6 @@ def read_texts(folder: Path, record: TextRecord, batch_bytes: int) -> Iterator[T
     batch, size = Texts([], [], []), 0
     digest = hashlib.sha256()
     with _open(path) as file, BufferedReader(Watched(file, 0, lambda at, data: digest.update(data)), _BUFFER) as hashed:
-        refuse_longer(expected)
         try:
             for key, member in _members(hashed, path):
                 text = orjson.loads(member)["text"]

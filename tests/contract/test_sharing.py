@@ -13,7 +13,6 @@ from drover.pipeline.contract.locks import Claims
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.shard import shard
 from tests.contract.conftest import ended
-from tests.refusal import table
 from tests.waiting import wait_for
 
 
@@ -98,10 +97,9 @@ def test_a_claim_holds_while_its_owner_changes_its_file_and_no_longer(tmp_path, 
     assert {path.name for path in tmp_path.iterdir() if not path.suffix} == {"four"}
 
 
-@pytest.mark.parametrize(("stage", "arguments", "reason"), table("""
-    shard -> --element a/b -> is not a name
-    shard -> --element a --force -> --force-id
-    train -> --element a -> has no tasks that processes could share; shard, tokenizer, encode have""", str, str.split))
-def test_what_cannot_be_an_element_is_refused(place, capsys, stage, arguments, reason):
+@pytest.mark.parametrize(("stage", "arguments"), [
+    ("shard", ["--element", "a/b"]), ("shard", ["--element", "a", "--force"]), ("train", ["--element", "a"])])
+def test_what_cannot_be_an_element_is_refused(place, capsys, stage, arguments):
     assert stage_main(stage, shard, ["--config", str(place / "c.yaml"), *arguments]) == 2
-    assert reason in capsys.readouterr().err and not (place / "runs").exists()
+    assert "tasks that processes share (shard, tokenizer, encode)" in capsys.readouterr().err
+    assert not (place / "runs").exists()
