@@ -101,6 +101,23 @@ def all_results(*calls: Callable[[], Any]) -> list[Any]:
     return results
 
 
+LEAST_SECRET = 6
+"""Shorter values of the environment are not treated as secrets: they could be ordinary words."""
+_SECRET = re.compile("KEY|TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIAL|SAS|SIGNATURE", re.IGNORECASE)
+_PATHS = ("_FILE", "_APPLICATION_CREDENTIALS")
+"""Endings of variables that hold a file's path, which messages have to show."""
+_CREDENTIALS_IN_ADDRESS = re.compile(r"(://)[^\s/@]+@")
+
+
+def without_secrets(text: str) -> str:
+    """A library's message, safe to log: without values of environment variables whose names mark them as secret, and
+    without users and passwords in addresses."""
+    for name, value in os.environ.items():
+        if len(value) >= LEAST_SECRET and _SECRET.search(name) and not name.endswith(_PATHS):
+            text = text.replace(value, f"<{name}>")
+    return _CREDENTIALS_IN_ADDRESS.sub(r"\1<...>@", text)
+
+
 def is_full_disk(error: BaseException) -> bool:
     """Whether an error, or one that caused it, means that a disk, quota or file size limit is exhausted.
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, partial
-from itertools import islice
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
@@ -173,9 +172,6 @@ LARGEST = 1 << 29
 """Bytes of the largest file that is read as a whole: the manifest of millions of shards."""
 LONGEST = 1 << 27
 """Bytes of the longest line."""
-DEEPEST = 100
-"""Levels of values in values that a JSON text may have. Python refuses more itself, but how many depends on what else
-it is doing."""
 
 
 @contextmanager
@@ -316,19 +312,10 @@ def read_json(path: Path) -> Any:
 
 def parsed_json(data: bytes) -> Any:
     """The value of JSON in UTF-8; ValueError if it is invalid or nested too deeply."""
-    with suppress(RecursionError):
-        value = json.loads(data.decode("utf-8"))
-        if data.count(b"[") + data.count(b"{") <= DEEPEST or not _is_deep(value):
-            return value
-    raise ValueError("it is nested too deeply")
-
-
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(DEEPEST + 1):
-        level = [inner for outer in level if type(outer) in (dict, list)
-                 for inner in (outer.values() if type(outer) is dict else outer)]
-    return bool(level)
+    try:
+        return json.loads(data.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def append_line(path: Path, value: Any) -> None:
@@ -397,26 +384,10 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sha256_json(value: Any, *, streamed: str | None = None) -> str:
-    """Hex sha256 of a JSON value in canonical form (sorted keys, no spaces).
-
-    streamed: the first of several keys of `value`. Its value may be an iterator over the items of a list, which is
-        never held in memory.
-    """
-    if streamed is None or not isinstance(value[streamed], Iterator):
-        return hashlib.sha256(_canonical(value)).hexdigest()
-    assert len(value) > 1 and min(value) == streamed, f"{streamed} is not the first of several keys"
-    digest, comma = hashlib.sha256(b"{" + _canonical(streamed) + b":["), b""
-    while items := list(islice(value[streamed], 1000)):
-        digest.update(comma + _canonical(items)[1:-1])
-        comma = b","
-    digest.update(b"]," + _canonical({key: item for key, item in value.items() if key != streamed})[1:])
-    return digest.hexdigest()
-
-
-def _canonical(value: Any) -> bytes:
+def sha256_json(value: Any) -> str:
+    """Hex sha256 of a JSON value in canonical form (sorted keys, no spaces)."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return text.encode("utf-8", "surrogateescape")
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def output_record(folder: Path, path: Path, **counts: Any) -> Record:

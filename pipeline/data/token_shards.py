@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -363,12 +363,12 @@ class ShardTable:
         result = np.flatnonzero(chosen[self.kind]).tolist()
         return np.array(sorted(result, key=self.paths.__getitem__), np.int64)
 
-    def content(self, split: str) -> Iterator[list[str]]:
+    def content(self, split: str) -> list[list[str]]:
         """(path, sha256) of each shard of a split, in the manifest's order: what identifies the tokens."""
         chosen = [kind[0] == split for kind in self.kinds]
         digests = self.sha256.tobytes()
-        return ([path, digests[32 * row:32 * row + 32].hex()]
-                for row, (path, kind) in enumerate(zip(self.paths, self.kind.tolist(), strict=True)) if chosen[kind])
+        return [[path, digests[32 * row:32 * row + 32].hex()]
+                for row, (path, kind) in enumerate(zip(self.paths, self.kind.tolist(), strict=True)) if chosen[kind]]
 
 
 def most_open() -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.core.console import say
-from drover.pipeline.core.errors import UserError, require
+from drover.pipeline.core.errors import UserError, require, without_secrets
 from drover.pipeline.storage.folders import Changed, Exists, Missing, StoredObject
 
 RETRIES = 8
@@ -34,9 +34,6 @@ PART_BYTES = 8 << 20
 MOST_PARTS = 10_000
 PARTS_AT_ONCE = 4
 _FAMILIES = ("AWS_", "GOOGLE_", "AZURE_")
-_SECRETS = ("SECRET", "TOKEN", "PASSWORD", "_KEY", "SAS", "SIGNATURE", "CREDENTIAL")
-_PATHS = ("_FILE", "_APPLICATION_CREDENTIALS")
-"""Endings of variables that hold a file's path, which messages have to show."""
 _AWS_KEYS_LAST = timedelta(minutes=10)
 """At least so long: boto3 renews temporary keys before. obstore asks for them again 5 minutes before their end."""
 _AWS_FILES = (("AWS_CONFIG_FILE", "config"), ("AWS_SHARED_CREDENTIALS_FILE", "credentials"))
@@ -248,11 +245,7 @@ def _shared_credentials(settings: dict[str, str]) -> Any:
 
 def plainly(text: str) -> str:
     """A library's message as one short line, without the environment's secrets."""
-    for name, value in os.environ.items():
-        if name.startswith(_FAMILIES) and any(part in name for part in _SECRETS) and len(value) >= 4 \
-                and not name.endswith(_PATHS):
-            text = text.replace(value, "***")
-    text = text.partition("\n\nDebug source")[0]
+    text = without_secrets(text).partition("\n\nDebug source")[0]
     code = re.search(r"<Code>([^<]*)</Code>", text)
     message = re.search(r"<Message>([^<]*)</Message>", text)
     text = re.sub(r"<\?xml.*|<Error>.*|<html.*", "", text, flags=re.DOTALL | re.IGNORECASE)

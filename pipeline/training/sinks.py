@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from abc import abstractmethod
 from collections import defaultdict
@@ -51,6 +50,7 @@ from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.state import now
 from drover.pipeline.core.background import BackgroundWorker
 from drover.pipeline.core.console import Say
+from drover.pipeline.core.errors import without_secrets
 from drover.pipeline.core.files import Record, flush, read_record, write_json
 
 CLOCKS = ("step", "time", "train_s", "look_s")
@@ -59,8 +59,6 @@ CLOSE_S = 30.0
 """Seconds that the end of training waits for all loggers together."""
 LONGEST = 500
 """Characters of an error that are logged."""
-LEAST_SECRET = 6
-"""Shorter values of the environment are not treated as secrets: they could be ordinary words."""
 SHOWN = ("seed", "model", "train", "parallel")
 """Sections of the configuration that loggers show."""
 CURVES = {"loss": "train/loss", "lr": "train/lr", "grad_norm": "train/norm_of_gradient",
@@ -308,7 +306,7 @@ class BackgroundSink:
         """Why it was disabled; empty if it was not."""
         error = self._worker.error
         if error is not None:
-            return without_secrets(f"{type(error).__name__}: {error}", os.environ)
+            return " ".join(without_secrets(f"{type(error).__name__}: {error}").split())[:LONGEST]
         return f"it had not taken in everything after {CLOSE_S:g} s" if self._late else ""
 
     def write(self, method: str, *arguments: Any) -> None:
@@ -333,19 +331,6 @@ class BackgroundSink:
                 with suppress(BaseException):
                     self._sink.close()
             raise
-
-
-_SECRET = re.compile(r"KEY|TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIAL", re.IGNORECASE)
-_CREDENTIALS_IN_ADDRESS = re.compile(r"(://)[^\s/@]+@")
-
-
-def without_secrets(text: str, environment: Mapping[str, str]) -> str:
-    """An error's text, safe to log: without values of environment variables whose names mark them as secret, and
-    without users and passwords in addresses. One line of limited length."""
-    for name, value in environment.items():
-        if len(value) >= LEAST_SECRET and _SECRET.search(name):
-            text = text.replace(value, f"<{name}>")
-    return " ".join(_CREDENTIALS_IN_ADDRESS.sub(r"\1<...>@", text).split())[:LONGEST]
 
 
 class TrainingLog:

@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -126,12 +125,10 @@ class CopiedCheckpoints:
         self.remove(step for step in self.list().complete[:-keep] if permanent_every is None or step % permanent_every)
 
 
-@dataclass(frozen=True)
-class CopiedTraining:
-    """id: of the training, as in the store. folder: identifies the train folder; a copy of the folder has another."""
+class CopiedTraining(TypedDict):
+    """id: of the training, as in the store."""
 
     id: str
-    folder: str = ""
 
 
 class Uploads(Hook):
@@ -266,22 +263,20 @@ class Uploads(Hook):
         accepted = self.work.accepted
         preflight(store)
         self._owner = Owner(store)
-        mark = _mark(folder)
         theirs, mine = self._owner.content, read_record(folder / TRAINING, CopiedTraining)
-        local = mine is not None and mine.folder in (mark, "")
-        if problem := self._conflict(theirs, mine, local):
+        if problem := self._conflict(theirs, mine):
             if not complete_checkpoints(folder):
                 (folder / STARTED).unlink(missing_ok=True)  # nothing has started: the user may try other settings
             raise UserError(problem)
-        identity = theirs["id"] if theirs else mine.id if mine is not None and local else uuid4().hex
+        identity = theirs["id"] if theirs else mine["id"] if mine is not None else uuid4().hex
         if theirs is not None:
-            if not local:
+            if mine is None:
                 self.say(f"takes over {store.url} from {describe(theirs)}, which will notice and stop copying there")
             earlier = [change for change in theirs.get("accepted", []) if change not in accepted]
             if earlier:  # before the folder was lost; the manifest must list it
                 accepted = [*earlier, *accepted]
                 change_start(folder, accepted=accepted)
-        write_sealed(folder / TRAINING, dataclasses.asdict(CopiedTraining(identity, mark)))
+        write_sealed(folder / TRAINING, {"id": identity})
         self._owner.claim(name=self.work.config.name, id=identity, fingerprint=self.work.fingerprint,
                           accepted=accepted)
         result = self._copies.list()
@@ -295,44 +290,37 @@ class Uploads(Hook):
         self._remove(aside, "Copies of checkpoints that were renamed, in")
         return [step for step in result.complete if step not in aside], accepted
 
-    def _conflict(self, theirs: OwnerRecord | None, mine: CopiedTraining | None, local: bool) -> str:
-        """Why the training in this folder must not use the store; "" if it may.
-
-        theirs: the owner's record. local: whether `mine` was written in this folder, not in one that it is a copy of.
-        """
+    def _conflict(self, theirs: OwnerRecord | None, mine: CopiedTraining | None) -> str:
+        """Why the training in this folder must not use the store; "" if it may. theirs: the owner's record."""
         name = self.work.config.name
+        same = theirs is not None and mine is not None and mine["id"] == theirs.get("id")
         if theirs is None:
             result = self._copies.list()
-            steps = sorted([*result.complete, *result.unfinished])
-            return (f"{self.url} holds folders named after steps ({checkpoint_name(steps[0])} ...), but no {OWNER} "
-                    f"that names their run. Drover changes nothing there. Set another train.checkpoint.copy_to, or "
-                    f"move those folders away.") if steps else ""
-        if "id" not in theirs:
-            return f"{self.url} holds other files of the run {theirs['name']}, no checkpoints. Set another address."
-        same = mine is not None and mine.id == theirs["id"]
-        if theirs["name"] != name:
-            if same and local:
-                return ""  # renamed
-            problem = f"of the run {theirs['name']}, not of {name}"
-            if same:
-                problem += (f". {self.work.folder} seems to be a copy of that run's folder. If it is the run itself, "
-                            f"moved here from another disk, use its name again (name={theirs['name']})")
+            if not (result.complete or result.unfinished):
+                return ""
+            problem = f"folders named after steps, but no {OWNER} that names their run"
+        elif "id" not in theirs:
+            problem = f"other files of the run {theirs['name']}, no checkpoints"
+        elif theirs["name"] != name:
+            problem = (f"the checkpoints of the run {theirs['name']}, not of {name}. If {self.work.folder} is that "
+                       f"run, and not a copy of it, use its name again (name={theirs['name']})")
         elif same:
             return ""
         elif self.work.from_scratch:
-            problem = f"of an earlier training of {name}; without --force, training continues from them"
+            problem = f"those of an earlier training of {name}; without --force, training continues from them"
         elif mine is not None or complete_checkpoints(self.work.folder):
-            problem = (f"of another training of {name} than the one in {self.work.folder}: they were started "
+            problem = (f"those of another training of {name} than the one in {self.work.folder}: they were started "
                        f"separately, so one must not replace the other")
-        elif STAGES["train"].may_renew(typed(theirs["fingerprint"], Fingerprint), self.work.fingerprint):
-            return ""  # other phases: `changed_future` checks with the checkpoint whether they have started
-        elif changed := differences(typed(theirs["fingerprint"], Fingerprint), self.work.fingerprint):
-            problem = (f"of {name}, but trained with other inputs or settings than are configured now. Differences, "
-                       f"old -> new:\n{listed([str(one) for one in changed])}\n")
         else:
-            return ""
-        return (f"{self.url} holds the checkpoints {problem}. Drover overwrites nothing there. Set another "
-                f"train.checkpoint.copy_to for this run, or move those copies away.")
+            before = typed(theirs["fingerprint"], Fingerprint)
+            changed = differences(before, self.work.fingerprint)
+            # Whether other phases have started is checked with the checkpoint (`changed_future`).
+            if not changed or STAGES["train"].may_renew(before, self.work.fingerprint):
+                return ""
+            problem = (f"those of {name}, but trained with other inputs or settings than are configured now. "
+                       f"Differences, old -> new:\n{listed(list(map(str, changed)))}\n")
+        return (f"{self.url} holds {problem}. Drover overwrites nothing there. Set another train.checkpoint.copy_to "
+                f"for this run, or move what is there away.")
 
     def _remove(self, steps: Sequence[int], which: str) -> None:
         """Remove copies from which no training may continue. Called on rank 0."""
@@ -349,13 +337,9 @@ class Uploads(Hook):
 
         def ready() -> Outputs:
             files = _listed(copy, step)
-            needed, free = sum(record["bytes"] for record in files), shutil.disk_usage(self.work.folder).free
-            if free < needed:
-                raise UserError(f"The copy of {final.name} has {needed / 1e9:,.2f} GB, but {free / 1e9:,.2f} GB are "
-                                f"free where {self.work.folder} is: the disk is too full to fetch it. Free some space, "
-                                f"and run the same command again.")
             self.checkpoints.make_room(temporary)
-            self.say(f"fetching {final.name} from {self.url} ({needed / 1e6:,.1f} MB in {len(files)} files)")
+            self.say(f"fetching {final.name} from {self.url} ({sum(record['bytes'] for record in files) / 1e6:,.1f} MB "
+                     f"in {len(files)} files)")
             return files
 
         def publish(_: int) -> None:
@@ -505,9 +489,3 @@ def _continues(name: str, before: bytes, after: bytes) -> bool:
             old, new = json.loads(before)["rollbacks"], json.loads(after)["rollbacks"]
             return bool(new[:len(old)] == old)
     return after.startswith(before) if name in LOGS else after == before
-
-
-def _mark(folder: Path) -> str:
-    """An identifier that a folder keeps when it is renamed, and that a copy of it does not have. It uses the file
-    system's ID, since a device number may mean another disk on another node."""
-    return f"{os.statvfs(folder).f_fsid}.{folder.stat().st_ino}"

@@ -45,7 +45,7 @@ def gated(tmp_path, ranks, monkeypatch):
 def test_folders_that_nobody_has_claimed_are_left_alone(run):
     last = COPY
     run.store.put(f"step-7/{last}", b"somebody else's")
-    refused(UserError, r"folders named after steps \(step-00000007 \.\.\.\), but no owner\.json", run.start)
+    refused(UserError, r"folders named after steps, but no owner\.json", run.start)
     assert [entry.path for entry in run.store.list()] == [f"step-7/{last}"]
     run.store.delete([f"step-7/{last}"])
     run.train(4)
@@ -91,17 +91,13 @@ def test_a_copy_of_a_run_s_folder_takes_its_store_only_under_its_name(run, tmp_p
     copied = tmp_path / "copied"
     shutil.copytree(run.folder, copied)
     before = {entry.path: run.store.read(entry.path) for entry in run.store.list()}
-    refused(UserError, r"of the run mini, not of trial\. .*/copied seems to be a copy", run.at(copied, "trial").start)
-    run.at(copied, "trial", Store(f"file://{tmp_path}/other")).train(8)  # a store of its own: another training
+    refused(UserError, r"of the run mini, not of trial\. If .*/copied is that run", run.at(copied, "trial").start)
+    run.at(copied, "trial", Store(f"file://{tmp_path}/other")).train(8)
     refused(UserError, "of the run mini, not of trial", run.at(copied, "trial").start)
     assert {path: run.store.read(path) for path in before} == before
     living._owner.refuse_lost()
-    assert json.loads(run.at(copied, "trial", Store(f"file://{tmp_path}/other")).store.read(OWNER))["id"] != \
-        json.loads(run.store.read(OWNER))["id"]
     shutil.copytree(run.folder, tmp_path / "second")
-    second = run.at(tmp_path / "second", "mini")
-    second.start()
-    assert "takes over" in second.printed[-1]
+    run.at(tmp_path / "second", "mini").start()
     refused(UserError, "took it over", living._owner.refuse_lost)
 
 
@@ -109,15 +105,10 @@ def test_a_killed_run_goes_on_at_once_where_it_is_and_where_it_was_moved(run, tm
     run.train(4)
     run.start()
     run.start()
-    run.folder.rename(tmp_path / "renamed")
-    renamed = run.at(tmp_path / "renamed", "other")
-    renamed.start()
-    assert not [text for text in run.printed + renamed.printed if "takes over" in text]
-    assert json.loads(run.store.read(OWNER))["name"] == "other"
-    shutil.copytree(tmp_path / "renamed", tmp_path / "moved")  # to another disk
-    moved = run.at(tmp_path / "moved", "other")
-    copying = moved.start()
-    assert "takes over" in moved.printed[-1] and copying.newest_valid()[1].step == 4
+    shutil.copytree(run.folder, tmp_path / "moved")  # to another disk
+    moved = run.at(tmp_path / "moved", "mini")
+    assert moved.start().newest_valid()[1].step == 4
+    assert not [text for text in run.printed + moved.printed if "takes over" in text]
     moved.train(8)
     assert moved.complete == [4, 8]
 
@@ -228,11 +219,3 @@ def test_a_marker_that_cannot_be_read_costs_no_save_and_is_tried_again(gated, mo
     run.save_copied(1)
     assert sorted(run.log.names()) == ["checkpoint", "checkpoint_copied", "checkpoint_copy_failed"]
     assert run.complete == [1]
-
-
-def test_a_copy_that_the_disk_has_no_room_for_is_not_fetched(run, monkeypatch):
-    run.train(4)
-    run.remove_here(4)
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
-    refused(UserError, r"step-00000004 has 0\.00 GB, but 0\.00 GB are free where", run.start().newest_valid)
-    assert run.complete == [4]

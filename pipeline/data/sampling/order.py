@@ -279,8 +279,7 @@ class Order:
         pools: the sources, or all of them as one (`is_one_pool`).
         plan: the phases; where one has no mixture, its sources have shares in proportion to their tokens.
         seed: decides the shuffle.
-        content: JSON value that identifies the tokens (shard hashes), or an iterator over the items of a list of them;
-            enters the hashes only.
+        content: JSON value that identifies the tokens (shard hashes); enters the hashes only.
         space: how documents become sequences; None: as running text.
 
     Attributes:
@@ -301,7 +300,7 @@ class Order:
         self.links, self._mixes = list[str](), list[Mix]()
         self.without_phases = ""
         link = sha256_json({"version": VERSION, "seed": seed, "content": content,
-                            "pools": [list(pool) for pool in pools]}, streamed="content")
+                            "pools": [list(pool) for pool in pools]})
         for phase in plan.phases:
             length, shares = phase.train.sequence_length, self.shares(phase)
             segments = self.space.segments(length)
