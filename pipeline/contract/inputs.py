@@ -12,7 +12,6 @@ which of them are done again after a change.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from drover.pipeline.core.background import BackgroundWorker, ordered_map
 from drover.pipeline.core.console import first as first_names
 from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import AbsentInputError, UserError
-from drover.pipeline.core.files import Ledger, changed_ns, opened, sha256_file, sha256_json
+from drover.pipeline.core.files import Ledger, changed_ns, sha256_file, sha256_json
 from drover.pipeline.storage.object_files import InputFile, ObjectFile, content_hash
 
 HASHES = ".hashes"
@@ -60,15 +59,15 @@ class PresentFiles:
         return PresentFiles(sorted([*self.records, *other.records], key=itemgetter("name")),
                             self.incomplete | other.incomplete)
 
-    def compared(self, recorded: Iterable[ExternalFile], old: Mapping[str, str]) -> dict[str, str]:
-        """sha256 by name, for a comparison with `old`, which was made together with `recorded`. Files of an incomplete
-        source that are missing have their old hash.
+    def compared(self, recorded: Sequence[ExternalFile]) -> dict[str, str]:
+        """sha256 by name, for a comparison with `recorded`. Files of an incomplete source that are missing have their
+        recorded hash.
 
         If all configured globs and files of a source exist, a missing file is left out, and so counts as a change.
         """
         # Names are relative to the folder that holds all files of a source, which may differ if some are missing.
         names = {record["path"]: record["name"] for record in recorded}
-        files = {name: digest for name, digest in old.items() if _source(name) in self.incomplete}
+        files = {record["name"]: record["sha256"] for record in recorded if _source(record["name"]) in self.incomplete}
         for record in self.records:
             recorded_name = names.get(record["path"]) if _source(record["name"]) in self.incomplete else None
             files[recorded_name or record["name"]] = record["sha256"]
@@ -227,13 +226,11 @@ def _unreadable(path: InputFile | str, error: OSError) -> UserError:
     return UserError(f"The input file {path} cannot be read: {error.strerror}.")
 
 
-CHUNK_BYTES = 1 << 22
-"""Bytes that are read and hashed at once. The thread takes no other memory."""
 TRIES = 2
 """How often a file is read before it counts as damaged: a disk or network may fail once."""
 PAUSE_S = 1.0
-LEFT_AFTER_S = 60.0
-"""How long the end of a stage waits for a read that hangs."""
+LEFT_AFTER_S = 5.0
+"""How long the end of a stage waits for the file that is being hashed."""
 
 
 @dataclass(frozen=True)
@@ -304,7 +301,7 @@ class InputCheck:
             raise UserError(self.problem)
 
     def close(self) -> None:
-        """End the thread without reading the rest. A read that hangs is abandoned."""
+        """End the thread without reading the rest. A long or hanging read is abandoned."""
         self._over.set()
         self._worker.close(LEFT_AFTER_S, drop=True)
 
@@ -314,7 +311,7 @@ class InputCheck:
         for attempt in range(TRIES):
             if self.problem or self._over.is_set():
                 return
-            problem = _problem(file, self._over)
+            problem = _problem(file)
             if not problem:
                 return
             if attempt + 1 < TRIES:
@@ -322,23 +319,12 @@ class InputCheck:
         self.problem = problem
 
 
-def _problem(file: Expected, over: threading.Event) -> str:
-    """The error message of a file that is not as expected; "" if it is, or if it was not read to its end."""
+def _problem(file: Expected) -> str:
+    """The error message of a file that is not as expected; "" if it is."""
     try:
-        digest = _hash(file.path, over)
+        digest = sha256_file(file.path)
     except OSError as error:
         return f"{file.path} cannot be read: {error.strerror}. {file.fix}; then the same command continues."
     except Exception as error:  # noqa: BLE001 - if the thread died silently, the file would count as correct
         return f"{file.path} could not be compared with its recorded hash: {type(error).__name__}: {error}."
-    return "" if digest in (file.sha256, None) else wrong(file, str(digest))
-
-
-def _hash(path: Path, over: threading.Event) -> str | None:
-    """Hex sha256 of a file; None if `over` is set before the end."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
-    with opened(path, 0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            if over.is_set():
-                return None
-    return digest.hexdigest()
+    return "" if digest == file.sha256 else wrong(file, digest)

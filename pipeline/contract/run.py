@@ -218,7 +218,7 @@ class Run:
         recorded = manifest.fingerprint.get("inputs", {})
         inputs = {need: made.digest if (made := self.manifest(need)) else recorded.get(need)
                   for need in STAGES[stage].needs}
-        files = external.compared(manifest.files, manifest.fingerprint.get("files", {}))
+        files = external.compared(manifest.files)
         now = places(STAGES[stage], self.config)
         if files == manifest.fingerprint.get("files", {}):
             now = {key: (now if source_of_place(key, self.config) in external.incomplete else manifest.places).get(key)

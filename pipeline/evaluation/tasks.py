@@ -189,7 +189,9 @@ def find_tasks(folders: list[Path]) -> dict[str, TaskFile]:
         if not folder.is_dir():
             raise UserError(f"{folder} should hold tasks (evaluate.task_folders), but it is not a folder.")
         in_folder: dict[str, TaskFile] = {}
-        for path in _yaml_files(folder):
+        # If the folder contains a run, whose folders may vanish meanwhile, os.walk skips them.
+        for path in sorted(Path(where, name) for where, _, names in os.walk(folder) for name in names
+                           if name.endswith(".yaml")):
             settings, files = _read(path, ())
             name = settings.get("task")
             if not isinstance(name, str) or "group" in settings:
@@ -200,11 +202,6 @@ def find_tasks(folders: list[Path]) -> dict[str, TaskFile]:
             in_folder[name] = TaskFile(name, path, settings, tuple(files))
         result.update(in_folder)
     return result
-
-
-def _yaml_files(root: Path) -> list[Path]:
-    """All YAML files under a folder. If it contains a run, whose folders may vanish meanwhile, os.walk skips them."""
-    return sorted(Path(folder, name) for folder, _, names in os.walk(root) for name in names if name.endswith(".yaml"))
 
 
 def _read(path: Path, including: tuple[Path, ...]) -> tuple[dict[str, Any], list[Path]]:

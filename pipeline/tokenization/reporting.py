@@ -23,7 +23,6 @@ FIELDS = ("documents", "text_bytes", "characters", "words", "tokens", "fallback_
 """The counts. `hugging_face_failures`: documents with other ids in the export or by the tokenizer's own library.
 `literal_marks`: documents with U+2581 that are decoded with a space in its place. `cut_documents`: documents so long
 that only their beginning is checked."""
-LONGEST = 12
 _SHARES = (("bytes_per_token", "text_bytes", "tokens"), ("characters_per_token", "characters", "tokens"),
            ("tokens_per_word", "tokens", "words"), ("fallback_share", "fallback_tokens", "tokens"),
            ("unknown_share", "unknown_tokens", "tokens"))
@@ -58,13 +57,10 @@ def described(tokenizer: Tokenizer, tallies: Mapping[str, Tally], sample: Tally,
     total = summed(tallies.values())
     pieces = [token for token in range(tokenizer.used) if token not in tokenizer.special_ids
               and token not in tokenizer.byte_fallback_ids and token != tokenizer.unk_id]
-    unused = [token for token in pieces if token not in seen]
-    longest = sorted(pieces, key=lambda token: (-len(tokenizer.token_bytes(token)), token))
     some = {"validation_documents": validation} if total["documents"] < validation else {}
     return {"kind": tokenizer.kind, "size": tokenizer.size, "used": tokenizer.used, **some,
             "special_ids": len(tokenizer.special_ids),
-            "pieces": len(pieces), "unused_pieces": len(unused),
-            "unused_examples": _shown(tokenizer, unused), "longest_pieces": _shown(tokenizer, longest),
+            "pieces": len(pieces), "unused_pieces": sum(token not in seen for token in pieces),
             "marks_as_spaces": marks, "total": _measured(total), "training_sample": _measured(sample),
             "sources": {source: _measured(tally) for source, tally in sorted(tallies.items())}}
 
@@ -72,10 +68,6 @@ def described(tokenizer: Tokenizer, tallies: Mapping[str, Tally], sample: Tally,
 def _measured(tally: Tally) -> Mapping[str, float | None]:
     return {**tally, **{name: round(tally[part] / tally[divisor], 6) if tally[divisor] else None
                         for name, part, divisor in _SHARES}}
-
-
-def _shown(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    return [tokenizer.token_bytes(token).decode("utf-8", errors="backslashreplace") for token in tokens[:LONGEST]]
 
 
 def rare_counts(ids: NDArray[Any], tokenizer: Tokenizer) -> dict[str, int]:

@@ -186,27 +186,23 @@ class StopAgreement(StopRequest, Hook):
         self.stop: Stop | None = None
 
     def votes(self, loop: Loop | None = None) -> Sequence[float]:
-        """One flag for each cause, whether this rank got a signal, and if so its number."""
+        """One flag for each cause."""
         if self.ranks.is_rank_zero:
             self._check_file_and_clock()
-        return [*(cause in self._requests for cause in CAUSES), self.heard, self.ranks.rank * self.heard]
+        return [cause in self._requests for cause in CAUSES]
 
     def on_votes(self, loop: Loop | None, sums: Sequence[float]) -> None:
         """Decide by the sums. Only rank 0 knows the text of the file."""
-        *counts, signalled, number = map(round, sums)
-        result = {cause: count for cause, count in zip(CAUSES, counts, strict=True) if count}
-        rank = number if signalled == 1 else None
-        self.stop = Stop(" and ".join(self._describe(cause, count, rank) for cause, count in result.items()),
+        result = {cause: round(count) for cause, count in zip(CAUSES, sums, strict=True) if count}
+        self.stop = Stop(" and ".join(self._describe(cause, count) for cause, count in result.items()),
                          all(CAUSES[cause] for cause in result)) if result else None
 
-    def _describe(self, cause: str, count: int, rank: int | None) -> str:
+    def _describe(self, cause: str, count: int) -> str:
         if cause == "file":
             return self._file_text
         if cause == "time":
             return f"train.stop_after_minutes={self._minutes:g}"
-        if count == self.ranks.world:
-            return cause
-        return f"{cause} on {f'{count} of {self.ranks.world} ranks' if rank is None else f'rank {rank}'}"
+        return cause if count == self.ranks.world else f"{cause} on {count} of {self.ranks.world} ranks"
 
     def _check_file_and_clock(self) -> None:
         now = time.monotonic()

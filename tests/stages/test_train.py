@@ -273,7 +273,8 @@ def test_a_signal_to_one_rank_of_three_stops_all_and_going_on_makes_sense(fresh)
         os.kill(rank_process(process.pid, 2), signal.SIGUSR2)
         process.wait(HANG_S)
     step, state = stopped(fresh), read_state(train_folder(fresh))
-    assert (state.status, state.step, state.reason, state.again) == ("preempted", step, "SIGUSR2 on rank 2", True)
+    assert (state.status, state.step, state.reason, state.again) == ("preempted", step,
+        "preempted", step, "SIGUSR2 on 1 of 3 ranks", True)
     longer = [f"train.steps={step + 2}", *settings[1:], "--accept-changes"]
     assert f"continuing after step {step}" in run_train(fresh, *longer, ranks=3).stdout
     assert [record["step"] for record in curve(fresh)] == list(range(1, step + 3))

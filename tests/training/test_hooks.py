@@ -53,7 +53,7 @@ def ask(folder, signals, world=4, minutes=None, began=0.0):
 
 @pytest.mark.parametrize("signals, expected", [
     ({}, None),
-    ({3: [SIGUSR1]}, Stop("SIGUSR1 on rank 3", True)),
+    ({3: [SIGUSR1]}, Stop("SIGUSR1 on 1 of 4 ranks", True)),
     ({rank: [SIGINT] for rank in range(4)}, Stop("SIGINT", False)),
     ({0: [SIGUSR2], 3: [SIGTERM]}, Stop("SIGTERM on 1 of 4 ranks and SIGUSR2 on 1 of 4 ranks", False)),
 ])

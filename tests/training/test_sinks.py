@@ -45,11 +45,6 @@ def board_of(folder):
     return EventAccumulator(str(folder)).Reload()
 
 
-def points(board, tag):
-    """A TensorBoard curve."""
-    return [(event.step, event.value) for event in board.Scalars(tag)]
-
-
 def wandb_records(run_folder):
     """All records of the offline files in a run folder, in the order in which they were begun. Each file is a LevelDB
     log, here shorter than one of its blocks."""
@@ -138,19 +133,16 @@ def test_json_lines_go_on_after_a_torn_line(tmp_path):
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
-def test_tensorboard_drops_what_is_done_again(two_starts):
-    board = board_of(two_starts("tensorboard"))
-    assert points(board, "train/loss") == [(1, 4.0), (2, 3.0), (3, 1.75), (4, 1.5)]
-    assert points(board, "validation/sample/bits_per_byte/code") == [(4, 2.5)]
-    assert points(board, "watch/checkpoint_stall_s") == [(4, 0.25)]
-
-
-def test_tensorboard_shows_first_what_people_look_at(two_starts):
+def test_tensorboard_drops_what_is_done_again_and_shows_first_what_people_look_at(two_starts):
     """By names that it sorts, by its layout, and in its table of runs; and the sample texts under their numbers."""
     from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
     from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
 
     board = board_of(two_starts("tensorboard"))
+    for tag, expected in (("train/loss", [(1, 4.0), (2, 3.0), (3, 1.75), (4, 1.5)]),
+                          ("validation/sample/bits_per_byte/code", [(4, 2.5)]),
+                          ("watch/checkpoint_stall_s", [(4, 0.25)])):
+        assert [(event.step, event.value) for event in board.Scalars(tag)] == expected
     assert sorted(board.Tags()["scalars"]) == ["train/loss", "train/lr", "validation/sample/bits_per_byte/code",
                                                "watch/checkpoint_s", "watch/checkpoint_stall_s"]
     assert sorted(CURVES.values())[:5] == ["train/loss", "train/lr", "train/norm_of_gradient", "train/tokens_per_s",
