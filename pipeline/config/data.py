@@ -371,4 +371,4 @@ class EncodeConfig(Section):
     """What computes the ids, which are always the same. `reference` is the exported tokenizer, run by the library
     tokenizers. `fastokens` is ten times faster. `auto` takes it if it passes a test against the reference. The test
     compares ids on validation documents, odd strings and random ones. In every shard both encode some documents. If
-    they differ, the reference takes over. For `byte` and `char` a table takes the place of fastokens."""
+    they differ, the reference takes over."""

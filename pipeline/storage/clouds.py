@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -16,7 +15,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import UserError, require, without_secrets
 from drover.pipeline.storage.folders import Changed, Exists, Missing, StoredObject
 
@@ -27,8 +25,6 @@ RETRY_S = 180.0
 """No request is repeated this many seconds after the first attempt."""
 REQUEST_S = 120.0
 """A request that takes longer, with its body, counts as failed. So nothing large is requested at once."""
-LISTINGS = 3
-"""Attempts at a listing whose answer breaks off: obstore does not continue it."""
 PART_BYTES = 8 << 20
 """Larger objects are uploaded in parts of this size, or of a MOST_PARTS-th of the object."""
 MOST_PARTS = 10_000
@@ -48,10 +44,10 @@ _ADDRESS = {"s3": "AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL",
             "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ENDPOINT"}
 """The variables with a store's address, if it is not the cloud's default."""
 _NO_BUCKET = re.compile(r"NoSuchBucket|BucketNotFound|ContainerNotFound|container does not exist")
-_REFUSED = re.compile(r"(?<![\d.])(401|403)(?![\d.])|400 Bad Request(?!: *\S)|privileges|(?i:credential)")
-"""Status codes, not a time such as 401.79ms. S3 answers 400 to expired keys, and to HEAD without saying why."""
-_MACHINES_OWN = re.compile(r"//(169\.254\.169\.254|metadata\.google\.internal)/")
-"""Where a cloud's machines get keys of their own if the environment has none."""
+_REFUSED = re.compile(r"(?<![\d.])(401|403)(?![\d.])|400 Bad Request(?!: *\S)|privileges|(?i:credential)|ExpiredToken"
+                      r"|//(169\.254\.169\.254|metadata\.google\.internal)/")
+"""Status codes, not a time such as 401.79ms. S3 answers 400 to expired keys, and to HEAD without saying why. The
+addresses are those where a cloud's machines get keys of their own if the environment has none."""
 
 
 class Cloud:
@@ -62,19 +58,12 @@ class Cloud:
         self._client = client(root)
         self._kind = _kind(root)
 
-    def list(self, prefix: str, attempts: int = LISTINGS) -> list[StoredObject]:
+    def list(self, prefix: str) -> list[StoredObject]:
         """All objects below a prefix that ends with a /; "" for all."""
         import obstore
-        try:
-            with self._explained(prefix, "list"):
-                return [self._entry(about) for page in obstore.list(self._client, prefix or None, chunk_size=1000)
-                        for about in page]
-        except _BrokenOffError as error:
-            if attempts == 1:
-                raise
-            say("stores", f"{error} Listing again")
-            time.sleep(FIRST_WAIT_S)
-            return self.list(prefix, attempts - 1)
+        with self._explained(prefix, "list"):
+            return [self._entry(about) for page in obstore.list(self._client, prefix or None, chunk_size=1000)
+                    for about in page]
 
     def head(self, key: str) -> StoredObject | None:
         """One object."""
@@ -155,25 +144,14 @@ class Cloud:
             return Missing(f"{url} is not there. Correct the URL, or put the object there.")
         reason = plainly(text)
         advice = _ADVICE[self._kind]
-        if _MACHINES_OWN.search(text):
-            return UserError(f"{url}: {operation} was refused: the environment has no keys, and this machine gives "
-                             f"none of its own ({reason}). Set {advice}.")
-        if "ExpiredToken" in text:
-            return UserError(f"{url}: {operation} was refused: the keys have expired ({reason}). Set new ones, or "
-                             f"renew those of AWS_PROFILE, and give the same command again.")
         if _REFUSED.search(text):
-            return UserError(f"{url}: {operation} was refused: {reason}. Correct {advice}, or give these keys the "
-                             f"permission.")
+            return UserError(f"{url}: {operation} was refused: {reason}. Set or correct {advice}; renew keys that have "
+                             f"expired, or give them the permission. Then give the same command again.")
         if "ConditionalRequestConflict" in text:
             return Changed(f"{url} is being written by another process.")
-        kind = _BrokenOffError if "list response body" in text else \
-            _BeyondError if re.search(r"(?<![\d.])416(?![\d.])|InvalidRange|Wanted range", text) else UserError
+        kind = _BeyondError if re.search(r"(?<![\d.])416(?![\d.])|InvalidRange|Wanted range", text) else UserError
         return kind(f"{url}: {operation} failed: {reason}. Check that the store works and can be reached from this "
                     f"machine (its address is set by {_ADDRESS[self._kind]}), and run it again.")
-
-
-class _BrokenOffError(UserError):
-    """The answer to a listing was incomplete."""
 
 
 class _BeyondError(UserError):

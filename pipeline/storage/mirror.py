@@ -253,11 +253,9 @@ def copy_files(url: str, name: str, of: str, folder: Path, files: Outputs, *, le
         raise UserError(f"{url} holds {min(there)} and perhaps more, but no {OWNER}: it is not a place of Drover's. "
                         f"Nothing is written there; give another place.")
     if owner.content is not None and (owner.content["name"] != name or "id" in owner.content):
-        theirs = owner.content["name"]
-        holds = f"checkpoints of {theirs}, and no files" if "id" in owner.content else \
-            f"files of {theirs}, not"
-        raise UserError(f"{url} holds {holds} of {name}. Nothing there is overwritten; give another place, or delete "
-                        f"the files there.")
+        what = "checkpoints" if "id" in owner.content else "files"
+        raise UserError(f"{url} holds {what} of {owner.content['name']}, not files of {name}. Nothing there is "
+                        f"overwritten; give another place, or delete the files there.")
     sent = ledger.recorded({record["path"]: record["sha256"] for record in files})
 
     old = owner.content.get("files", []) if owner.content is not None else []
@@ -312,11 +310,9 @@ def fetch_copy(url: str, folder: Path) -> int:
     try:
         files = mirror.read()["files"]
     except Missing:
-        if owner := Owner(mirror.store).content:
-            raise UserError(f"The copy in {url} is not finished. Wait for the run {owner['name']} that makes it, or "
-                            f"have it continued.") from None
-        raise UserError(f"{url} holds no copy that Drover made: there is no {COPY}. Give the address of an export "
-                        f"(convert.copy_to), or of a checkpoint (train.checkpoint.copy_to/step-...).") from None
+        raise UserError(f"{url} holds no finished copy that Drover made: there is no {COPY}. Give the address of an "
+                        f"export (convert.copy_to), or of a checkpoint (train.checkpoint.copy_to/step-...); or wait "
+                        f"for the run that makes the copy, or continue it.") from None
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already. Give a new folder.")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -63,13 +63,10 @@ def hub_folder(text: str, *, weights: bool = False, download: bool = False) -> P
     try:
         folder = Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns,
                                         local_files_only=not download))
-    except GatedRepoError:
-        why = (f"access to it is granted on request: request it at https://huggingface.co/{name}, log in (hf auth "
-               f"login, or HF_TOKEN), and give the same command again")
-    except RepositoryNotFoundError:
-        why = "the Hub has no such model, or it is private: correct the name, or log in (hf auth login, or HF_TOKEN)"
-    except RevisionNotFoundError:
-        why = f"it has no revision {revision}: correct what follows the @, or leave it out"
+    except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        why = (f"the Hub refuses it ({type(error).__name__}): correct the name and what follows the @; or log in (hf "
+               f"auth login, or HF_TOKEN), where access is granted on request after you have requested it at "
+               f"https://huggingface.co/{name}")
     except Exception as error:  # noqa: BLE001 - the library and its HTTP client raise many kinds
         reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
         failed = f", and the download failed ({reason})" * download

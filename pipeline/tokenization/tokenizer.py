@@ -227,18 +227,11 @@ def one_thread() -> None:
 
 
 class FastEncoder(Tokenizer):
-    """A finished tokenizer (`reference`) that encodes by fastokens; bytes and characters by a table."""
+    """A finished tokenizer that encodes by fastokens."""
 
     def __init__(self, reference: Tokenizer, folder: Path) -> None:
         """Open the vocabulary of a finished tokenizer stage; EncoderError if the library refuses it or is absent."""
         vars(self).update(vars(reference))  # it is the same but for `encode_flat`
-        self.reference = reference
-        if self.kind in ("byte", "char"):
-            self._table = np.full(0x110000, -1)
-            for name, token in self.backend.get_vocab().items():
-                if len(name) == 1:
-                    self._table[ord(name)] = token
-            return
         if installed_version(NAME) is None:
             raise EncoderError(f"it is several times faster, but not installed ({install(NAME)} installs it)")
         one_thread()
@@ -246,10 +239,6 @@ class FastEncoder(Tokenizer):
 
     def encode_flat(self, texts: Sequence[str]) -> Flat:
         """EncoderError if the library fails, or gives an id outside the vocabulary, BOS or EOS."""
-        if self.kind == "byte":
-            return joined([np.frombuffer(text.encode(), np.uint8) for text in texts])
-        if self.kind == "char":
-            return joined(list(map(self._by_table, texts)))
         given = _guarded(lambda: self._native.encode_batch_flat([*texts], False, True))
         ids, offsets = np.frombuffer(given[0], "<u4"), np.frombuffer(given[1], "<u8").astype(np.int64)
         if len(offsets) != len(texts) + 1 or offsets[-1] != len(ids):
@@ -257,11 +246,6 @@ class FastEncoder(Tokenizer):
         if ((ids >= self.size) | (ids == self.bos_id) | (ids == self.eos_id)).any():
             raise EncoderError("it made BOS, EOS or an id outside the vocabulary of text")
         return ids, offsets
-
-    def _by_table(self, text: str) -> NDArray[Any]:
-        """The ids of characters; a text with others than the vocabulary's is left to the reference."""
-        ids = self._table[np.frombuffer(text.encode("utf-32-le"), "<u4")]
-        return ids if (ids >= 0).all() else self.reference.encode_flat([text])[0]
 
 
 def _opened(path: Path) -> Any:

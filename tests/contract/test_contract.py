@@ -59,7 +59,7 @@ def test_changes_are_accepted_for_training_alone(trained, refusal):
             assert f"{other.partition('=')[0]}: " in refusal(stage, other, *arguments)
     for arguments in ([], ["--accept-changes"]):
         shown = refusal("train", "model.dim=512", *arguments)
-        assert "so --accept-changes refuses model.dim. " in shown and "to continue training" not in shown
+        assert "as another network" in shown and "to continue training" not in shown
     rate = "train.lr=0.5"
     folder = trained / "runs/a"
     assert "train.lr: 0.003 -> 0.5" in refusal("train", rate) and "train.lr" in refusal("convert", rate)

@@ -38,16 +38,6 @@ def test_a_part_that_fails_is_sent_again_and_a_body_that_breaks_off_is_read_on(f
     assert [fault.met for fault in faults] == [2, 3, 2]
 
 
-def test_a_listing_that_breaks_off_is_begun_again_and_that_is_said(failing, capfd):
-    store = Store(failing.url)
-    for number in range(5):
-        store.put(f"x{number}", b"1")
-    failing.fail("cut", times=1, method="GET", path=failing.listing)
-    assert len(list(store.list())) == 5 and "Listing again" in capfd.readouterr().out
-    failing.fail("cut", times=10, method="GET", path=failing.listing)
-    refused(UserError, "list failed", list, store.list())
-
-
 @pytest.mark.parametrize("kind", ["cut", "truncate", "error", "refuse"])
 def test_what_did_not_come_whole_never_becomes_a_file(failing, big, tmp_path, kind):
     store, target = Store(failing.url), tmp_path / "big"

@@ -94,10 +94,10 @@ def test_names_revisions_and_rights_are_refused_each_with_what_to_do(hub, folder
 
     def denied(name, message):
         refused(UserError, message, hub_folder, name, weights=True, download=True)
-    denied("someone/else", "the Hub has no such model, or it is private: correct the name, or log in")
-    denied("someone/hidden", "or it is private")
-    denied("someone/closed", "granted on request: request it at https://huggingface.co/someone/closed, log in")
-    denied(f"{NAME}@v9", "it has no revision v9: correct what follows the @")
+    denied("someone/else", r"\(RepositoryNotFoundError\): correct the name")
+    denied("someone/hidden", "or log in")
+    denied("someone/closed", r"\(GatedRepoError\).* request .* https://huggingface.co/someone/closed")
+    denied(f"{NAME}@v9", r"\(RevisionNotFoundError\): .* what follows the @")
     denied("someone/pickled", r"has no model\*\.safetensors, and other weights are not downloaded")
     denied("some--one/x", "the download failed")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
