@@ -124,7 +124,7 @@ def judge_hang(folder: Path, ranks: int) -> Hang:
     apart = [] if undecided else [record for group in groups[1:] for record in group]
     idle = [record.rank for record in apart if not record.waits]
     late = sorted([*named, *idle]) or ([] if missing else sorted(record.rank for record in apart))
-    sentences = [_described(group, ranks, nodes) for group in groups]
+    sentences = [_described(group, nodes) for group in groups]
     if named:
         sentences.append(f"{_named(named, nodes)} left no record: the process or its node no longer runs")
     elif missing:
@@ -157,20 +157,18 @@ def _weight(group: Sequence[HungRank]) -> tuple[int, bool]:
     return -len(group), not group[0].waits
 
 
-def _described(group: Sequence[HungRank], ranks: int, nodes: Mapping[int, str]) -> str:
+def _described(group: Sequence[HungRank], nodes: Mapping[int, str]) -> str:
     first = group[0]
-    who = "every rank" if len(group) == ranks else _named([record.rank for record in group], nodes)
     functions = " > ".join(call.rpartition(" ")[2] for call in first.calls[-4:])
     file = "/".join(Path(first.calls[-1].rpartition(" ")[0]).parts[-3:]) if first.calls else "?"
-    one = len(group) in (1, ranks)
-    does = ("waits" if one else "wait") if first.waits else ("is" if one else "are")
-    return f"{who} {does} in {functions} ({file}) after step {first.step}"
+    who = _named([record.rank for record in group], nodes)
+    waiting = ", waiting for others" * first.waits
+    return f"{who} in {functions} ({file}) after step {first.step}{waiting}"
 
 
 def _named(ranks: Sequence[int], nodes: Mapping[int, str]) -> str:
-    there = list(dict.fromkeys(nodes[rank] for rank in ranks if rank in nodes))
-    where = f" ({first(there, what='more nodes')})" if there else ""
-    return f"rank{'' if len(ranks) == 1 else 's'} {number_ranges(ranks)}{where}"
+    there = list(dict.fromkeys(nodes.get(rank, "unknown node") for rank in ranks))
+    return f"rank {number_ranges(ranks)} ({first(there, what='more nodes')})"
 
 
 def _places(folder: Path) -> dict[int, str]:

@@ -36,19 +36,19 @@ def write(folder, ranks):
 
 
 @pytest.mark.parametrize(("ranks", "late", "sentence"), table("""
-    RRDR -> 2 -> ranks 0-1, 3 (n0, n1) wait in train > agree > all_reduce
-    DR -> 0 -> rank 0 (n0) is in train > next (data/sampling/loader.py) after step 5
+    RRDR -> 2 -> rank 0-1, 3 (n0, n1) in train > agree > all_reduce
+    DR -> 0 -> rank 0 (n0) in train > next (data/sampling/loader.py) after step 5
     Dd -> nobody -> do not show which
-    RRRR -> nobody -> every rank waits in train > agree > all_reduce
+    RRRR -> nobody -> rank 0-3 (n0, n1) in train > agree > all_reduce
     DDDD -> nobody -> no rank is behind the others
-    RrR -> 1 -> rank 1 (n0) waits in
-    RRGD -> 3 -> rank 2 (n1) waits in
-    RRG- -> 3 -> rank 2 (n1) waits in
-    RRG -> 2 -> rank 2 (n1) waits in
+    RrR -> 1 -> rank 1 (n0) in
+    RRGD -> 3 -> rank 2 (n1) in
+    RRG- -> 3 -> waiting for others
+    RRG -> 2 -> rank 2 (n1) in
     -- -> nobody -> no rank left a record
-    LfF -> 1 -> ranks 0, 2 (n0, n1) wait in
+    LfF -> 1 -> rank 0, 2 (n0, n1) in
     RR-- -> nobody -> do not show which
-    RRRRRRRRRRRRRRRRRR-- -> 18-19 -> ranks 18-19 (n9) left no record
+    RRRRRRRRRRRRRRRRRR-- -> 18-19 -> rank 18-19 (n9) left no record
     RRRRRRRRRRRRRRRRR--- -> nobody -> 3 of 20 ranks left no record
     RRD-- -> 2 -> 2 of 5 ranks left no record"""))
 def test_who_is_late(tmp_path, monkeypatch, ranks, late, sentence):
