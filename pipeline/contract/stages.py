@@ -5,7 +5,6 @@ The launcher and the run folder know a stage only from this table.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -47,7 +46,6 @@ class Stage:
             before workers are forked.
         checkpoints: whether it saves checkpoints in its folder. After a request to stop it saves and exits. The same
             command continues from the newest checkpoint, even with other settings.
-        goal: (setting, count in its manifest): a finished stage continues if the setting is larger than the count.
         reusable: whether `reuse:` may take it from another run.
         own_module: the module of a plugin's stage; "" for pipeline.<name>.
         after: of a plugin's stage: the stage that it follows in the chain; "" for the last one.
@@ -76,7 +74,6 @@ class Stage:
     workers: bool = False
     task_modules: tuple[str, ...] = ()
     checkpoints: bool = False
-    goal: tuple[str, str] | None = None
     reusable: bool = False
     functions: Mapping[str, str] = field(default_factory=dict)
     own_module: str = ""
@@ -104,13 +101,6 @@ class Stage:
     def may_renew(self, old: Fingerprint, new: Fingerprint) -> bool:
         """Whether a stage with the old fingerprint may be made with the new one without `--force`."""
         return bool(self.call("renews", old, new))
-
-    def goes_on(self, config: Config, counts: Mapping[str, Any]) -> bool:
-        """Whether the configuration asks for more than the finished stage with these `counts` has done."""
-        if self.goal is None:
-            return False
-        setting, count = self.goal
-        return bool(operator.attrgetter(setting)(config) > counts[count])
 
     def source_files(self) -> list[Path]:
         """The source files that make this stage's outputs, relative to the repository, sorted."""
@@ -142,7 +132,7 @@ STAGES = {stage.name: stage for stage in (
           code=("pipeline/tokenization", "pipeline/data/documents.py", "pipeline/data/text_shards.py",
                 "pipeline/data/token_files.py", "pipeline/data/token_shards.py")),
     Stage("train", needs=("tokenizer", "encode"), reads=("seed", "model", "train"), ranks=True,
-          ranks_know_outputs=False, checkpoints=True, goal=("train.steps", "steps"),
+          ranks_know_outputs=False, checkpoints=True,
           functions=STAGE_FUNCTIONS["train"],
           code=("model", "pipeline/training", "pipeline/parallel", "pipeline/records",
                 "pipeline/data/sampling", "pipeline/data/exclusion.py", "pipeline/data/mixing.py",

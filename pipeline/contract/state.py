@@ -191,13 +191,12 @@ class Progress:
 
 
 class ProgressRecord:
-    """Keeps PROGRESS.json of the stage in `folder` up to date, every few seconds at most. Writes nothing if `folder` is
-    None.
+    """Keeps PROGRESS.json of the stage in `folder` up to date, every few seconds at most.
 
     The work never waits until the record is on the disk, and continues if it cannot be written.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._next = 0.0
         self._latest: Progress | None = None
@@ -215,7 +214,7 @@ class ProgressRecord:
 
     def flush(self) -> None:
         """Write the latest record."""
-        if self._folder is None or self._latest is None:
+        if self._latest is None:
             return
         with suppress(OSError):
             write_json(self._folder / PROGRESS, asdict(self._latest), durable=False)

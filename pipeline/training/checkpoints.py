@@ -421,19 +421,15 @@ def plan_changes(before: PhasePlan, now: PhasePlan, step: int) -> Iterator[tuple
             continue
         started = old.first_step < step
         if new is None:
-            yield started, f"train.phases[{old.number}] {'has begun and is gone' if started else f'is gone ({old})'}"
+            yield started, f"train.phases[{old.number}] is gone ({old})"
             continue
         was, after = _settings(old, new.name), _settings(new, new.name)
         for key in was | after:
             if was.get(key) != after.get(key):
                 yield started, f"{key}: {was.get(key)} -> {after.get(key)}"
-        reached = min(step, old.end_step)
         end = "train.steps" if new.own is None else f"{new.name}.until"
-        if started and reached > new.end_step:
-            yield True, (f"{end} is {_until(new)}, after step {new.end_step}; it was {_until(old)}, and step {reached} "
-                         f"of it is done")
-        elif new.end_step != old.end_step:
-            yield old.end_step < step, f"{end}: {_until(old)} -> {_until(new)}"
+        if new.end_step != old.end_step:
+            yield min(old.end_step, new.end_step) < step, f"{end}: {_until(old)} -> {_until(new)}"
 
 
 def _settings(phase: Phase, name: str) -> dict[str, object]:

@@ -141,13 +141,13 @@ def test_too_many_epochs_are_refused_before_the_job_queues(tmp_path):
     [] -> [{until: 10240, batch_tokens: 2048}] -> 64 -> 128 -> false -> train.phases\[0\].batch_tokens: 1024 .. 2048
     [] -> [{until: 20480, mixture: {web: 1, code: 1}}] -> 64 -> 128 -> false -> phases\[0\].mixture: None .. {
     [] -> [{until: 20480, lr: 0.1}] -> 64 -> 128 -> false -> train.phases\[0\].lr: None .. 0.1
-    [] -> [{until: 5120}] -> 64 -> 128 -> false -> until is 5.12k, after step 5; it was step 40, and step 8 of it
+    [] -> [{until: 5120}] -> 64 -> 128 -> false -> until: step 40 -> 5.12k
     [] -> [{until: 20480, sequence_length: 128}] -> null -> 128 -> false -> of 64 tokens, and would now .* chunks of 128
     [] -> [{until: 40960}] -> 64 -> 160 -> false -> 160 samples were used; with train.phases from the start .* be 128
     [{until: 20480}] -> [] -> null -> 128 -> true -> train.steps
     [{until: 20480, batch_tokens: 2048}] -> [] -> null -> 128 -> false -> train.batch_tokens: 2048 .. 1024
     [{until: 20480, lr: 0.1}] -> [] -> null -> 128 -> false -> train.lr: 0.1 .. 0.003
-    [{until: 4096}, {until: 20480}] -> [] -> null -> 128 -> false -> train.phases\[1\] has begun and is gone""",
+    [{until: 4096}, {until: 20480}] -> [] -> null -> 128 -> false -> train.phases\[1\] is gone""",
     *[yaml.safe_load] * 5))
 def test_another_past_is_refused_before_the_job_queues(tmp_path, before, now, grain, samples, accepted, said, capsys):
     """A training without phases is one phase."""

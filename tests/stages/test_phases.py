@@ -87,7 +87,7 @@ def test_what_is_to_come_may_change_and_what_was_may_not(phased):
     for other, message in (
             ([{**first, "until": "5k"}, second, third], "train.phases[0].until: 4k -> 5k"),
             ([first, {**second, "until": "5k"}, third],
-             "train.phases[1].until is 5k, after step 5; it was 12.29k, and step 6 of it is done")):
+             "train.phases[1].until: 12.29k -> 5k")):
         refused = run_train(with_phases(phased, other), expect=2).stderr
         assert all(text in refused for text in ("plan of finished steps cannot change", "step-0000000", message))
     longer = run_train(with_phases(phased, [first, {**second, "until": "16k"}, {
