@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice
 from typing import Generic, TypeVar
 
@@ -112,14 +112,13 @@ Result = TypeVar("Result")
 
 
 def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], threads: int = THREADS, *, batch: int = 1,
-                name: str = "", pool: Executor | None = None) -> Generator[Result, None, None]:
+                name: str = "") -> Generator[Result, None, None]:
     """`function` of each item, in order, computed by threads. Items are taken only as results are.
 
     Args:
-        threads: how many; for a pool, the number of batches in progress at a time.
+        threads: how many.
         batch: items per task of a thread. Fewer than two batches are computed without threads.
         name: of the threads.
-        pool: computes in place of threads, and is shut down at the end.
 
     Raises:
         the exception of the first item that fails; no further item is started then.
@@ -130,7 +129,7 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], threa
     if len(first) < 2:
         yield from map(function, chain.from_iterable(first))
         return
-    pool, waiting = pool or ThreadPoolExecutor(threads, name), deque[Future[list[Result]]]()
+    pool, waiting = ThreadPoolExecutor(threads, name), deque[Future[list[Result]]]()
     try:
         for some in chain(first, batches):
             waiting.append(pool.submit(_each, function, some))
