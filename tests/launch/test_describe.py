@@ -141,7 +141,7 @@ def test_too_many_epochs_are_refused_before_the_job_queues(tmp_path):
     [] -> [{until: 10240, batch_tokens: 2048}] -> 64 -> 128 -> false -> train.phases\[0\].batch_tokens: 1024 .. 2048
     [] -> [{until: 20480, mixture: {web: 1, code: 1}}] -> 64 -> 128 -> false -> phases\[0\].mixture: None .. {
     [] -> [{until: 20480, lr: 0.1}] -> 64 -> 128 -> false -> train.phases\[0\].lr: None .. 0.1
-    [] -> [{until: 5120}] -> 64 -> 128 -> false -> until: step 40 -> 5.12k
+    [] -> [{until: 5120}] -> 64 -> 128 -> false -> until: step 40 .. 5.12k
     [] -> [{until: 20480, sequence_length: 128}] -> null -> 128 -> false -> of 64 tokens, and would now .* chunks of 128
     [] -> [{until: 40960}] -> 64 -> 160 -> false -> 160 samples were used; with train.phases from the start .* be 128
     [{until: 20480}] -> [] -> null -> 128 -> true -> train.steps
