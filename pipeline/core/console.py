@@ -223,9 +223,9 @@ class ProgressBar(LiveLine):
         """Count work that an earlier, interrupted run finished; it is not part of the rate."""
         self.done = self.first = count
 
-    def advance(self) -> None:
-        """Count a finished unit, and occasionally show the progress."""
-        self.done += 1
+    def advance(self, units: int = 1) -> None:
+        """Count finished units and occasionally show the progress."""
+        self.done += units
         if self.done < self.total:
             self.show()
 
