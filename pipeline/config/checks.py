@@ -38,7 +38,7 @@ def problems(config: Config) -> list[str]:
     in_phase: dict[str, str] = {}  # each where it is met first
     for phase, within in in_phases(config):
         for problem in (*_broken(_rules_of_phase(within), within), *_mixture(within)):
-            in_phase.setdefault(problem, problem if phase.own is None else f"{phase.name}: {problem}")
+            in_phase.setdefault(problem, phase.prefix + problem)
     return [*wrong, *in_phase.values()]
 
 
@@ -56,8 +56,7 @@ def rank_problems(config: Config, ranks: int) -> list[str]:
         return wrong
     numbers = []
     for phase, within in in_phases(config):
-        wrong += [problem if phase.own is None else f"{phase.name}: {problem}"
-                  for problem in batch_problems(within.train, within.parallel, ranks)]
+        wrong += [phase.prefix + problem for problem in batch_problems(within.train, within.parallel, ranks)]
         numbers.append(BatchPlan.of(within.train, within.parallel, ranks).accumulation)
     if config.parallel.engine == "deepspeed" and len(set(numbers)) > 1:
         wrong.append(f"parallel.engine 'deepspeed' takes the same number of micro-batches in every step, and in "

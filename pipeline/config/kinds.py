@@ -30,9 +30,9 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict, ValidationError
 
-from drover.pipeline.config.section import Section, advice, local_path, sentence, shortened
+from drover.pipeline.config.section import Section, advice, local_path, sentences, shortened
 from drover.pipeline.core.console import add_run, echo, printable
-from drover.pipeline.core.errors import UserError, all_results, listed, meant
+from drover.pipeline.core.errors import UserError, all_results, listed
 
 _EXTERNAL = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -112,10 +112,7 @@ class Kinds:
         try:
             made: Kind = kind.model_validate(item.model_dump())
         except ValidationError as error:
-            # A validator of all settings together has an empty place.
-            places = [[at, *map(str, problem["loc"])] for problem in error.errors()]
-            raise UserError(listed([sentence(problem, ".".join(place), advice(place[-1], kind.model_fields))
-                                    for place, problem in zip(places, error.errors(), strict=True)])) from None
+            raise UserError(listed(sentences(error, at, kind.model_fields))) from None
         return made
 
 
@@ -169,15 +166,11 @@ def imported(text: str, at: str) -> Any:
     dotted."""
     module, _, name = text.partition(":")
     try:
-        holder = importlib.import_module(module)
+        return getattr(importlib.import_module(module), name)
     except Exception as error:
-        raise UserError(f"{at} names {text}, which cannot be imported ({type(error).__name__}: {error}). Name the file "
-                        f"of the module in `plugins`, put its folder on PYTHONPATH, or install it.") from error
-    try:
-        return getattr(holder, name)
-    except AttributeError as error:
-        raise UserError(f"{at} names {text}, but the module {module} has no {name}; "
-                        f"{meant(name, dir(holder), 'correct the name.')}") from error
+        raise UserError(f"{at} names {text}, which cannot be imported ({type(error).__name__}: {error}). Correct it, "
+                        f"name the file of the module in `plugins`, put its folder on PYTHONPATH, or install it."
+                        ) from error
 
 
 PLUGINS: dict[str, Path] = {}
@@ -260,9 +253,7 @@ def _module(name: str) -> str:
 
 
 def _file(name: str, folder: Path, place: str) -> Path:
-    # The last is for a run that was moved with its plugins: its configuration has their former whole paths.
-    moved = [folder / Path(name).name] if Path(name).is_absolute() else []
-    for path in (folder / name, Path(name), *moved):
+    for path in (folder / name, Path(name)):
         if path.is_file():
             return path.resolve()
     looked = " and ".join(dict.fromkeys([str(folder.absolute()), str(Path.cwd())]))

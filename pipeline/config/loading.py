@@ -24,7 +24,7 @@ from drover.model.huggingface import shape_of
 from drover.pipeline.config.checks import problems
 from drover.pipeline.config.explaining import suggestion
 from drover.pipeline.config.kinds import Kind, left_out, load_plugins
-from drover.pipeline.config.section import local_path, sections_in, sentence, shortened
+from drover.pipeline.config.section import local_path, sections_in, sentence, sentences, shortened
 from drover.pipeline.config.shipped import FILTERS, SINKS
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import REPOSITORY, UserError, listed, meant
@@ -236,8 +236,7 @@ def shape_from(values: Mapping[str, Any]) -> ModelConfig:
     try:
         return ModelConfig(**values)
     except ValidationError as error:
-        raise ValueError("; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-                         ) from None
+        raise ValueError(" ".join(sentences(error, "model", ModelConfig.model_fields))) from None
 
 
 def read_shape(path: Path) -> ModelConfig:

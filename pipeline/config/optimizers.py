@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import ValidationError, create_model
+
 from drover.pipeline.config.kinds import OptimizerKind as OptimizerKind
 from drover.pipeline.config.kinds import imported
+from drover.pipeline.config.section import Section, sentences
 from drover.pipeline.config.shipped import OPTIMIZERS as OPTIMIZERS
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.core.errors import UserError
@@ -54,10 +57,9 @@ def optimizer_problems(train: TrainConfig, engine: str) -> Iterator[str]:
         yield (f"train.optimizer '{train.optimizer}' works under parallel.engine {' and '.join(kind.engines)}, not "
                f"'{engine}', which flattens the weights. Take parallel.engine={kind.engines[0]}, or train.optimizer="
                f"{' or '.join(able)}.")
-    for name, value in train.optimizer_settings.items():
-        if name not in kind.settings:
-            yield (f"train.optimizer_settings has '{name}', which train.optimizer '{train.optimizer}' does not have; "
-                   f"it has {', '.join(kind.settings) or 'none'}.")
-        elif type(value) not in {type(kind.settings[name]), int if type(kind.settings[name]) is float else None}:
-            yield (f"train.optimizer_settings.{name} is {value!r}; train.optimizer '{train.optimizer}' needs a value "
-                   f"of type {type(kind.settings[name]).__name__}, like its default {kind.settings[name]!r}.")
+    types: dict[str, Any] = {name: (type(default), default) for name, default in kind.settings.items()}
+    try:
+        create_model("OptimizerSettings", __base__=Section, **types).model_validate(train.optimizer_settings)
+    except ValidationError as error:
+        yield from (f"train.optimizer '{train.optimizer}': {problem}" for problem in sentences(
+            error, "train.optimizer_settings", types))

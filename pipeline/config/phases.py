@@ -56,6 +56,11 @@ class Phase:
         """Its name in messages: the place of its settings."""
         return "train" if self.own is None else f"train.phases[{self.number}]"
 
+    @property
+    def prefix(self) -> str:
+        """What stands before a problem of its settings, if there are phases."""
+        return f"{self.name}: " if self.own else ""
+
     def __str__(self) -> str:
         return (f"phase {self.number + 1}: steps {self.first_step + 1:,} to {self.end_step:,}, "
                 f"{tokens_text(self.tokens)} tokens, {self.sequences:,} sequences of "

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from drover.pipeline.core.errors import UserError, is_full_disk, meant
@@ -204,7 +204,7 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
 
 def advice(name: str, known: Iterable[str]) -> str:
     """A hint for a name that is not among the known ones."""
-    return meant(name, known := list(known), f"known here: {', '.join(known)}.")
+    return meant(name, known := list(known), f"known here: {', '.join(known) or 'none'}.")
 
 
 def shortened(text: str, most: int = 300) -> str:
@@ -230,3 +230,10 @@ def sentence(problem: Any, key: str, instead: str) -> str:
     if kind == "value_error":
         return f"'{key}': {message}{'' if message.endswith('?') else '.'}"
     return f"'{key}' is {shortened(repr(given))} ({type(given).__name__}): {message[0].lower()}{message[1:]}."
+
+
+def sentences(error: ValidationError, at: str, known: Iterable[str]) -> list[str]:
+    """All of pydantic's errors in a section. at: its setting, dotted. known: its keys."""
+    keys = [".".join([at, *map(str, problem["loc"])]) for problem in error.errors()]
+    return [sentence(problem, key, advice(key.rpartition(".")[2], known))
+            for key, problem in zip(keys, error.errors(), strict=True)]

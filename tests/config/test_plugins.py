@@ -62,16 +62,6 @@ def test_a_module_is_imported_by_its_name_and_its_file_is_recorded_as_code(place
     assert changed == {"inside.more"}
 
 
-def test_of_a_run_that_was_moved_they_are_found_beside_its_configuration(place, tmp_path_factory):
-    """Its configuration has whole paths, of where they were."""
-    moved = tmp_path_factory.mktemp("moved")
-    (moved / "config.yaml").write_text("plugins: [/was/somewhere/else/moved_along.py]\n")
-    refused(UserError, f"no plugin /was/somewhere/else/moved_along.py .looked in {moved} and .*. Put it", load_config,
-            moved / "config.yaml", check=False)
-    (moved / "moved_along.py").write_text("")
-    assert load_config(moved / "config.yaml", check=False).plugins == [str(moved / "moved_along.py")]
-
-
 @pytest.mark.parametrize("plugins, message", [
     ("[absent.py]", r"the command line \(plugins=\[absent.py\]\): there is no plugin absent.py \(looked in .*"),
     ("[no_such_module]", "plugin no_such_module cannot be imported: ModuleNotFoundError: No module named"),

@@ -115,17 +115,17 @@ convert.average=[2, 2000] -> [2, 2000]: name each step once, in order, and none 
 
 train.optimizer=lion -> train.optimizer 'lion' is not known. Take adamw, muon, or write module:NAME
 train.optimizer=nowhere.lion:LION -> LION, which cannot be imported (ModuleNotFoundError: No module
-train.optimizer=tests.training.outside:LION -> but the module tests.training.outside has no LION;
+train.optimizer=tests.training.outside:LION -> (AttributeError: module 'tests.training.outside' has no attribute 'LION')
 train.optimizer=tests.training.outside:sgd -> is not an OptimizerKind. Name one
 train.optimizer=muon; parallel.engine=deepspeed -> train.optimizer 'muon' works under parallel.engine fsdp2, not \
 'deepspeed', which flattens the weights. Take parallel.engine=fsdp2, or train.optimizer=adamw.
 train.optimizer=tests.training.outside:SGD; parallel.engine=deepspeed -> not 'deepspeed', which flattens
-train.optimizer=muon; train.optimizer_settings.beta=0.9 -> has 'beta', which train.optimizer 'muon' does not have; it \
-has momentum, nesterov, iterations.
-train.optimizer_settings.momentum=0.9 -> has 'momentum', which train.optimizer 'adamw' does not have; it
-train.optimizer=muon; train.optimizer_settings.iterations=2.5 -> train.optimizer_settings.iterations is 2.5; \
-train.optimizer 'muon' needs a value of type int, like its default 5.
-train.optimizer=muon; train.optimizer_settings.momentum=true -> momentum is True; train.optimizer 'muon' needs
+train.optimizer=muon; train.optimizer_settings.beta=0.9 -> train.optimizer 'muon': unknown key \
+'train.optimizer_settings.beta'; known here: momentum, nesterov, iterations.
+train.optimizer_settings.momentum=0.9 -> train.optimizer 'adamw': unknown key 'train.optimizer_settings.momentum'; \
+known here: none.
+train.optimizer=muon; train.optimizer_settings.iterations=2.5 -> 'train.optimizer_settings.iterations' is 2.5 (float)
+train.optimizer=muon; train.optimizer_settings.momentum=true -> 'train.optimizer_settings.momentum' is True (bool)
 train.param_groups={output.*: {lr: -1}} -> 'train.param_groups.output.*.lr' is -1
 train.param_groups={output.*: {lr_factor: 2}} -> unknown key 'train.param_groups.output.*.lr_factor'
 

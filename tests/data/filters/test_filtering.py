@@ -191,7 +191,7 @@ def test_a_filter_that_fails_ends_the_stage_and_names_the_document(mine, capsys,
     my_filters:Document -> it must be a class that extends drover.pipeline.data.filters.base.Filter
     my_filters:Mine, word: bad, large: 4 -> 'shard.filters.0': the word is shorter than what is written large.
     my_filters:Bare -> shard.filters.0.kind names my_filters:Bare, which has no method __call__: a filter needs it.
-    my_filters:Mime -> names my_filters:Mime, but the module my_filters has no Mime; did you mean 'Mine'?
+    my_filters:Mime -> (AttributeError: module 'my_filters' has no attribute 'Mime')
     no_such_module:X -> shard.filters.0.kind names no_such_module:X"""))
 def test_a_wrong_external_filter_is_refused_before_anything_starts(mine, capsys, wrong, logged):
     from drover.launch.submit import main
