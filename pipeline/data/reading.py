@@ -108,7 +108,7 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
                 signer.add(document.text)
             if keep is not None:
                 scored.append(score_of(document.meta.get(keep["by"])))
-            rows += index_row(document.text, offset, len(member))
+            rows += index_row(document.text, offset, member)
             offset += out.write(member)
     made = [texts, write_array(index, np.frombuffer(rows, INDEX)), rejections]
     if signer is not None:

@@ -19,19 +19,14 @@ from itertools import pairwise
 from math import ceil, inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import numpy as np
 
 from drover.pipeline.contract.workers import Task
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import atomic_file, output_record
-from drover.pipeline.data.documents import (
-    document_key,
-    from_json,
-    key_fits,
-    to_json,
-    validation_below,
-)
+from drover.pipeline.data.documents import document_key, to_json, validation_below
 from drover.pipeline.data.filters.base import DROPPED, Dropped
 from drover.pipeline.data.planning.near_duplicates import banding, join_components, near_columns, resolve_partition
 from drover.pipeline.data.planning.runs import (
@@ -356,20 +351,10 @@ def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     path, picks = folder / payload["split"] / f"{payload['name']}.tar", np.concatenate([index for _, index in pieces])
     if not len(picks):
         return {"outputs": []}
-    write_members(path, _checked(path, zip(_keys(picks), _members(folder, pieces), strict=True)))
+    write_members(path, zip(_keys(picks), _members(folder, pieces), strict=True))
     record = output_record(folder, path, split=payload["split"], source=payload["source"], docs=len(picks),
                            text_bytes=int(picks["text_bytes"].sum()))
     return {"outputs": [record]}
-
-
-def _checked(path: Path, members: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
-    """The members, if the text of each has the hash that it had when it was staged."""
-    for key, member in members:
-        document = from_json(member, key)
-        if not key_fits(document):
-            raise UserError(f"{path} cannot be written: the document {document.id} is not what was staged. Check the "
-                            f"disk, and run the stage again.")
-        yield key, member
 
 
 def _keys(picks: np.ndarray) -> Iterator[str]:
@@ -383,12 +368,16 @@ def _keys(picks: np.ndarray) -> Iterator[str]:
 
 
 def _members(folder: Path, pieces: list[tuple[str, np.ndarray]]) -> Iterator[bytes]:
-    """The JSON of the documents."""
+    """The JSON of the documents. UserError if it is not what was staged."""
     for unit, index in pieces:
-        with open(staged(folder, unit, ".documents"), "rb") as file:
-            for offset, length in index[["offset", "length"]].tolist():
+        with open(path := staged(folder, unit, ".documents"), "rb") as file:
+            for offset, length, crc in index[["offset", "length", "crc"]].tolist():
                 file.seek(offset)
-                yield file.read(length)
+                member = file.read(length)
+                if crc32(member) != crc:
+                    raise UserError(f"{path} changed after it was written (at byte {offset:,}). Check the disk, and "
+                                    f"run the stage again.")
+                yield member
 
 
 def pieces_by_tail(folder: Path, plan: CorpusLayout, sums: np.ndarray, validation_share: float,
@@ -429,7 +418,7 @@ def _stage_halves(folder: Path, unit: str, row: Any, characters: int) -> list[li
                               (f"{unit}-001", f"[{characters}:]", document.text[characters:])):
         member = to_json(replace(document, text=text, id=document.id + place,
                                  place=document.place and document.place + place))
-        index = np.frombuffer(index_row(text, 0, len(member)), INDEX)
+        index = np.frombuffer(index_row(text, 0, member), INDEX)
         with atomic_file(staged(folder, name, ".documents")) as file:
             file.write(member)
         for ending, table in ((".npy", index), (".fates", np.full(1, TRAIN, np.uint8))):

@@ -21,6 +21,7 @@ from functools import lru_cache
 from math import ceil, inf, isfinite
 from pathlib import Path
 from typing import Any, TypedDict
+from zlib import crc32
 
 import numpy as np
 
@@ -32,9 +33,10 @@ from drover.pipeline.data.text_shards import SPLITS
 STAGING = "staging"
 HAS_NUL, HAS_U2581 = 1, 2
 INDEX = np.dtype([("high", "<u8"), ("low", "<u8"), ("offset", "<u8"), ("length", "<u8"), ("text_bytes", "<u8"),
-                  ("characters", "<u8"), ("flags", "u1")])
-"""A staged document: its digest as two numbers, place and size of its JSON, size of its text, what the text holds."""
-_ROW = struct.Struct("<QQQQQQB")
+                  ("characters", "<u8"), ("crc", "<u4"), ("flags", "u1")])
+"""A staged document: its digest as two numbers, place and size of its JSON, size of its text, the JSON's CRC-32, what
+the text holds."""
+_ROW = struct.Struct("<QQQQQQIB")
 
 
 def staged(folder: Path, name: str, ending: str) -> Path:
@@ -52,12 +54,12 @@ def write_array(path: Path, rows: np.ndarray) -> Path:
     return path
 
 
-def index_row(text: str, offset: int, length: int) -> bytes:
-    """The row of `INDEX` for a text whose JSON has `length` bytes at `offset`."""
+def index_row(text: str, offset: int, member: bytes) -> bytes:
+    """The row of `INDEX` for a text whose JSON is `member`, at `offset`."""
     data = text.encode()
     high, low = struct.unpack(">QQ", digest(data))
     flags = HAS_NUL * ("\0" in text) + HAS_U2581 * ("\u2581" in text)
-    return _ROW.pack(high, low, offset, length, len(data), len(text), flags)
+    return _ROW.pack(high, low, offset, len(member), len(data), len(text), crc32(member), flags)
 
 
 def score_of(value: Any) -> float:
