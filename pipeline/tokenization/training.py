@@ -219,10 +219,6 @@ def train_bpe(chunks: Iterable[str], settings: TokenizerConfig, path: Path) -> N
     result = sorted((token, bytes(alphabet[character] for character in name))
                    for name, token in tokenizer.get_vocab().items())
     if len(result) < wanted:
-        if len(result) == len(alphabet):
-            raise UserError(f"There is nothing to merge in the text to train the vocabulary on: tokenizer.train_mb is "
-                            f"{settings.train_mb}. Raise it, look at the shard stage's sources, or take "
-                            f"tokenizer.kind=byte.")
         raise too_large(settings, len(result) + len(SPECIAL_TOKENS))
     write_ranks(path, (token for _, token in result))
 
@@ -242,11 +238,11 @@ def explained(error: RuntimeError, settings: TokenizerConfig, log: Path) -> Exce
     if match := re.search(r"Vocabulary size too high .*value <= (\d+)", message):
         return too_large(settings, int(match[1]))
     if match := re.search(r"smaller than required_chars\. (\d+) vs (\d+)", message):
-        lower = f" or lower the second ({LEAST_COVERAGE} is the least)" if covered > LEAST_COVERAGE else ""
         return UserError(f"tokenizer.vocab_size {settings.vocab_size} is too small: {match[2]} ids are needed for the "
                          f"special ids, the bytes and every character of the text up to tokenizer.character_coverage "
-                         f"{covered}. Raise the first to {padded(int(match[2]))} or more{lower}, or take "
-                         f"tokenizer.kind=bpe, which spells rare characters in bytes.")
+                         f"{covered}. Raise the first to {padded(int(match[2]))} or more, lower the second "
+                         f"(to {LEAST_COVERAGE} at least), or take tokenizer.kind=bpe, which spells rare characters in "
+                         f"bytes.")
     if "!sentences_.empty()" in message:
         return UserError(f"There is no text to train the vocabulary on: tokenizer.train_mb is {settings.train_mb}, "
                          f"and the sample that it allows is empty. Raise it, or look at the shard stage's sources.")
