@@ -19,7 +19,7 @@ from drover.pipeline.config.loading import load_config, refuse_impossible
 from drover.pipeline.config.section import blocked, make_folder
 from drover.pipeline.contract.broadcast import Channel
 from drover.pipeline.contract.inputs import listed_files
-from drover.pipeline.contract.locks import StageLock, lock, turn
+from drover.pipeline.contract.locks import in_use, lock, lock_holder, lock_to_share, share, turn
 from drover.pipeline.contract.manifest import (
     MANIFEST,
     OTHER_FILES,
@@ -276,15 +276,16 @@ class StageAttempt:
         element = self.options.element
         with ExitStack() as held:
             with turn(run.folder, name) if element else nullcontext():
-                stage = held.enter_context(closing(StageLock(run.folder, name, shared=bool(element))))
+                file, alone = lock_to_share(run.folder, name) if element else (lock(run.folder, name), True)
+                held.enter_context(file)
                 # Take shared locks, so that no input is rebuilt while this stage reads it.
                 for need in self.stage.needs:
                     held.enter_context(lock(run.stage_folder(need).parent, need, shared=True))
-                if not stage.alone and forced(run, name, self.options):
-                    raise stage.in_use()
-                work = prepare(run, name, self.options) if stage.alone else join(run, name, element)
+                if not alone and forced(run, name, self.options):
+                    raise in_use(run.folder, name, lock_holder(file))
+                work = prepare(run, name, self.options) if alone else join(run, name, element)
                 if element:
-                    stage.share()
+                    share(file, run.folder, name)
             if work is None:
                 clear_done(run, name, locked=True)
                 return 0

@@ -37,37 +37,20 @@ EARLIER_S = 180.0
 given up, or its file system may notice late that its process has ended."""
 
 
-class StageLock:
-    """The right to work on a stage. Processes that share it (`shared`) hold the right together.
+def lock_to_share(folder: Path, stage: str) -> tuple[IO[str], bool]:
+    """Lock a stage for one of the processes that share its tasks. Returns the open file, and whether no other process
+    works on the stage or reads it; then none can start to, until `share`."""
+    file = _open(folder, stage)
+    alone = False
+    with suppress(BlockingIOError):
+        _locked(file, folder)
+        alone = True
+    return _take(file, folder, stage, shared=not alone), alone
 
-    alone: whether no other process works on the stage or reads it.
-    """
 
-    def __init__(self, folder: Path, stage: str, *, shared: bool) -> None:
-        """Take it; UserError if the stage is in use, except by others that share it."""
-        self.folder = folder
-        self.stage = stage
-        self.alone = not shared
-        if not shared:
-            self.file = lock(folder, stage)
-            return
-        self.file = _open(folder, stage)
-        with suppress(BlockingIOError):
-            _locked(self.file, folder)
-            self.alone = True
-        _take(self.file, folder, stage, shared=not self.alone)
-
-    def share(self) -> None:
-        """Let others that share the stage work, too."""
-        _take(self.file, self.folder, self.stage, shared=True)
-
-    def close(self) -> None:
-        """Release it."""
-        self.file.close()
-
-    def in_use(self) -> UserError:
-        """The error for a process that has to be alone."""
-        return _in_use(self.folder, self.stage, _holder(self.file))
+def share(file: IO[str], folder: Path, stage: str) -> None:
+    """Let others that share the stage work, too."""
+    _take(file, folder, stage, shared=True)
 
 
 @contextmanager
@@ -77,7 +60,7 @@ def turn(folder: Path, stage: str) -> Iterator[None]:
         try:
             _locked(file, folder)
         except BlockingIOError:
-            say(stage, f"waits while {_holder(file)} starts or commits it")
+            say(stage, f"waits while {lock_holder(file)} starts or commits it")
             _locked(file, folder, wait=True)
         _take(file, folder, stage, shared=False)
         yield
@@ -124,13 +107,13 @@ def _take(file: IO[str], folder: Path, what: str, *, shared: bool) -> IO[str]:
             _locked(file, folder, shared=shared)
             break
         except BlockingIOError:
-            holder = _holder(file)
+            holder = lock_holder(file)
             going = _is_earlier_start(holder) or _is_ending(holder)
             looks = looks + 1
             # At the first attempt, the holder may have been killed a moment ago and not look like it yet.
             if (looks > 1 and not going) or time.monotonic() > until:
                 file.close()
-                raise _in_use(folder, what, holder) from None
+                raise in_use(folder, what, holder) from None
             if going and not waited:
                 say(what, f"waits for the end of {holder}")
             waited = waited or going
@@ -143,7 +126,8 @@ def _take(file: IO[str], folder: Path, what: str, *, shared: bool) -> IO[str]:
     return file
 
 
-def _in_use(folder: Path, what: str, holder: str) -> UserError:
+def in_use(folder: Path, what: str, holder: str) -> UserError:
+    """The error for a process that has to be alone."""
     return UserError(f"The stage {what} of {folder} is in use by {holder}. Wait for it, or stop it first; or use "
                      f"name=<another> for a run of its own.")
 
@@ -186,7 +170,8 @@ def _warn(folder: Path) -> None:
     say("run", f"warning: {folder} is on a file system without locks; do not run a stage twice at the same time")
 
 
-def _holder(file: IO[str]) -> str:
+def lock_holder(file: IO[str]) -> str:
+    """The process that holds a lock, in words."""
     file.seek(0)
     return file.read().strip() or "another process"
 

@@ -192,7 +192,7 @@ def find_tasks(folders: list[Path]) -> dict[str, TaskFile]:
         # If the folder contains a run, whose folders may vanish meanwhile, os.walk skips them.
         for path in sorted(Path(where, name) for where, _, names in os.walk(folder) for name in names
                            if name.endswith(".yaml")):
-            settings, files = _read(path, ())
+            settings, files = _read(path)
             name = settings.get("task")
             if not isinstance(name, str) or "group" in settings:
                 continue  # a group, or a file that others include
@@ -204,16 +204,14 @@ def find_tasks(folders: list[Path]) -> dict[str, TaskFile]:
     return result
 
 
-def _read(path: Path, including: tuple[Path, ...]) -> tuple[dict[str, Any], list[Path]]:
+def _read(path: Path) -> tuple[dict[str, Any], list[Path]]:
     """The settings in a YAML file and the files they came from."""
-    if path in including:
-        raise UserError(f"The task file {path} includes itself: {' -> '.join(map(str, (*including, path)))}.")
     own = read_task(path, _Loader)
     included = own.pop("include", None) or []
     merged = dict[str, Any]()
     files = [path]
     for entry in [included] if isinstance(included, str) else included:
-        below, more = _read(path.parent / entry, (*including, path))
+        below, more = _read(path.parent / entry)
         merged.update(below)
         files += more
     modules = [path.parent / value for value in own.values() if isinstance(value, Path)]
