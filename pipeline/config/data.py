@@ -90,8 +90,8 @@ class StdlibSource(Section):
 
 
 class FilesSource(Section):
-    """Files on this machine or objects in a store. Compressed files (.gz, .zst) are decompressed while they are
-    read."""
+    """Files on this machine, on web servers or objects in a store. Compressed files (.gz, .zst) are decompressed while
+    they are read."""
 
     kind: Literal["files"]
     """Files on this machine, or objects in a store."""
@@ -99,9 +99,9 @@ class FilesSource(Section):
     """Name of the source in folders, tables and mixtures."""
     paths: list[SourcePath] = execution(min_length=1)
     """Files, globs or URLs. In globs `**` crosses folders, each once if links lead to it again. A URL (`s3://`,
-    `gs://`, `az://`) names an object, a prefix or a wildcard; keys and address come from the environment. Matches are
-    sorted, so their order does not depend on the disk. Only the files' content and their names below their common
-    folder count, not where they lie."""
+    `gs://`, `az://`) names an object, a prefix or a wildcard; keys and address come from the environment. An address
+    (`https://`) names a file. Matches are sorted, so their order does not depend on the disk. Only the files' content
+    and their names below their common folder count, not where they lie."""
     exclude: list[SourcePath] = execution([])
     """Files, globs or URLs that are left out of `paths`; and folders that cannot be read, which else stop the stage."""
     format: Literal["auto"] | Format = "auto"

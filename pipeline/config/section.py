@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic.fields import FieldInfo
 
 from drover.pipeline.core.errors import UserError, is_full_disk, meant
-from drover.pipeline.storage.store import SCHEMES, Store, is_url
+from drover.pipeline.storage.store import SCHEMES, WEB, Store, is_url
 
 EXTERNAL = frozenset({"paths", "validation_paths", "path", "task_folders", "init_from"})
 """Names of settings with paths of files outside of the run. The content decides what is computed, not the path."""
@@ -31,13 +31,14 @@ def local(text: str) -> str:
 
 
 def readable(text: str) -> str:
-    """The text; ValueError if it is neither a path nor a URL in an object store."""
+    """The text; ValueError if it is neither a path nor a URL in an object store or on a web server."""
     if not is_url(text):
         return local(text)
-    if text.partition("://")[0] not in SCHEMES and not _LOGIN.match(text):
+    schemes = (*SCHEMES, *WEB)
+    if text.partition("://")[0] not in schemes and not _LOGIN.match(text):
         raise ValueError(f"{text} is an address from which Drover does not read. Copy the files here first, and give "
                          f"their path. Data sets of the Hugging Face Hub are sources of the kind hf. Sources are also "
-                         f"read from {', '.join(f'{name}://' for name in SCHEMES)}")
+                         f"read from {', '.join(f'{name}://' for name in schemes)}")
     return usable_url(text)
 
 
@@ -53,10 +54,11 @@ def usable_url(url: str) -> str:
     return url
 
 
-def unsigned(url: str) -> str:
-    """The URL; ValueError if it is signed."""
-    if "?" in url:
-        raise ValueError("a URL with a question mark is signed, which does not work. Give the URL of a prefix")
+def written(url: str) -> str:
+    """The URL; ValueError if it is signed, or of a web server."""
+    if "?" in url or url.startswith(WEB):
+        raise ValueError("a URL with a question mark is signed, and web servers take no files: neither works. Give the "
+                         "URL of a prefix that begins with s3:// or the like")
     return url
 
 
@@ -117,7 +119,7 @@ LocalPath = Annotated[Location, AfterValidator(local)]
 """A path on this machine."""
 SourcePath = Annotated[Location, AfterValidator(readable)]
 """A path on this machine, or a URL in an object store."""
-StoreUrl = Annotated[str, AfterValidator(usable_url), AfterValidator(unsigned)]
+StoreUrl = Annotated[str, AfterValidator(usable_url), AfterValidator(written)]
 """A URL in an object store."""
 
 

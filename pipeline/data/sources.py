@@ -8,7 +8,7 @@ import sysconfig
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import filterfalse, pairwise
 from operator import itemgetter
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -25,6 +25,7 @@ from drover.pipeline.config.data import (
     file_format,
 )
 from drover.pipeline.config.shipped import name_of
+from drover.pipeline.core.background import ordered_map
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import AbsentInputError, UserError, all_problems, listed
 from drover.pipeline.core.folders import matches, once
@@ -155,13 +156,12 @@ def matching(name: str, patterns: Sequence[str], exclude: Sequence[str] = ()) ->
     problems = []
     excluded = {match for pattern in exclude for match in (
         find(pattern) if is_url(pattern) else matches(_without_dots(Path(pattern).absolute())))}
-    for pattern in patterns:
-        if is_url(pattern):
-            try:
-                result.update(dict.fromkeys(found for found in find(pattern) if found not in excluded))
-            except UserError as error:
-                problems.append(f"source {name}: {error}")
-            continue
+    for objects in ordered_map(_objects, filter(is_url, patterns)):
+        if isinstance(objects, UserError):
+            problems.append(f"source {name}: {objects}")
+        else:
+            result.update(dict.fromkeys(found for found in objects if found not in excluded))
+    for pattern in filterfalse(is_url, patterns):
         full = _without_dots(Path(pattern).absolute())
         # A name with [ or ] in it that exists is meant literally.
         closed = list[OSError]()
@@ -183,6 +183,13 @@ def matching(name: str, patterns: Sequence[str], exclude: Sequence[str] = ()) ->
         result.update(dict.fromkeys(files))
     own = once(path for path in result if isinstance(path, Path))
     return [*own, *(path for path in result if not isinstance(path, Path))], problems
+
+
+def _objects(url: str) -> list[ObjectFile] | UserError:
+    try:
+        return find(url)
+    except UserError as error:
+        return error
 
 
 def _without_dots(path: Path) -> Path:

@@ -39,10 +39,11 @@ _ADVICE = {
           "and the AWS_SESSION_TOKEN of temporary keys, which expire",
     "gs": "the file of the account's key that GOOGLE_APPLICATION_CREDENTIALS names",
     "az": "the account in AZURE_STORAGE_ACCOUNT_NAME and its key in AZURE_STORAGE_ACCOUNT_KEY (or "
-          "AZURE_STORAGE_SAS_TOKEN)"}
+          "AZURE_STORAGE_SAS_TOKEN)",
+    "web": "the address (web servers are sent no name, password or key)"}
 _ADDRESS = {"s3": "AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL",
-            "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ENDPOINT"}
-"""The variables with a store's address, if it is not the cloud's default."""
+            "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ENDPOINT", "web": "the URL"}
+"""What has a store's address: variables, if it is not the cloud's default."""
 _NO_BUCKET = re.compile(r"NoSuchBucket|BucketNotFound|ContainerNotFound|container does not exist")
 _REFUSED = re.compile(r"(?<![\d.])(401|403)(?![\d.])|400 Bad Request(?!: *\S)|privileges|(?i:credential)|ExpiredToken"
                       r"|//(169\.254\.169\.254|metadata\.google\.internal)/")
@@ -86,7 +87,10 @@ class Cloud:
     def _range(self, key: str, start: int, span: Any, etag: str) -> tuple[bytes, StoredObject]:
         import obstore
         with self._explained(key, "read"):
-            answer = obstore.get(self._client, key, options={"range": span, **({"if_match": etag} if etag else {})})
+            options: Any = {"range": span}
+            if etag and not etag.startswith("W/"):  # a weak one never matches
+                options["if_match"] = etag
+            answer = obstore.get(self._client, key, options=options)
             entry = self._entry(answer.meta)
             if answer.range[0] != start:
                 raise UserError(f"{self._root}/{key}: asked for the bytes from {start:,} on, the server sent those "
@@ -143,6 +147,9 @@ class Cloud:
         if isinstance(error, FileNotFoundError):
             return Missing(f"{url} is not there. Correct the URL, or put the object there.")
         reason = plainly(text)
+        if "Range request not supported" in text or "Content-Length Header missing" in text:
+            return UserError(f"{url}: the server does not send parts of files, or does not say how long they are "
+                             f"({reason}). Download the file, and give its path.")
         advice = _ADVICE[self._kind]
         if _REFUSED.search(text):
             return UserError(f"{url}: {operation} was refused: {reason}. Set or correct {advice}; renew keys that have "
@@ -159,9 +166,9 @@ class _BeyondError(UserError):
 
 
 def _kind(root: str) -> str:
-    """The cloud of a URL: s3, gs or az, which has several schemes."""
+    """The cloud of a URL: s3, gs or az, which has several schemes; web for a web server."""
     scheme = root.partition(":")[0]
-    return "az" if scheme.startswith("abfs") else scheme
+    return "az" if scheme.startswith("abfs") else "web" if scheme.startswith("http") else scheme
 
 
 def client(root: str) -> Any:
@@ -181,7 +188,8 @@ def _opened(root: str, settings: tuple[tuple[str, str], ...], written: tuple[tup
     require(root, "obstore")
     import obstore.store
 
-    plain = any(re.search("ENDPOINT|BASE_URL", name) and value.startswith("http://") for name, value in settings)
+    plain = root.startswith("http:") or any(
+        re.search("ENDPOINT|BASE_URL", name) and value.startswith("http://") for name, value in settings)
     try:
         return obstore.store.from_url(
             root, **(_shared_credentials(dict(settings)) if root.startswith("s3:") else {}),

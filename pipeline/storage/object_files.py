@@ -63,7 +63,7 @@ class ObjectFile:
 
     @property
     def _path(self) -> str:
-        return self.url.rpartition("/")[2]
+        return self._store.path_in(self.url.rpartition("/")[2])
 
     @cached_property
     def beginning(self) -> bytes:
@@ -104,7 +104,8 @@ def open_input(path: str) -> BufferedReader:
     """A file or an object by its path or URL, to be read in order."""
     if is_url(path):
         folder, _, name = path.rpartition("/")
-        return Store(folder).stream(name)
+        store = Store(folder)
+        return store.stream(store.path_in(name))
     return opened(path)
 
 
@@ -116,14 +117,18 @@ def content_hash(path: str) -> str:
 
 def find(pattern: str) -> list[ObjectFile]:
     """The objects that a URL names: one object, all under a prefix, or those that match wildcards. As for files, * and
-    ? stay within a folder, ** crosses folders, and hidden names need a pattern that begins with a dot.
+    ? stay within a folder, ** crosses folders, and hidden names need a pattern that begins with a dot. A web server's
+    address names one file.
 
     Raises:
         UserError: there are none, or the store cannot be read.
     """
     scheme, _, place = pattern.partition("://")
-    root, _, key = place.partition("/")
+    root, _, written = place.partition("/")
     bucket = Store(f"{scheme}://{root}")
+    key = bucket.path_in(written)
+    if bucket.is_web:
+        return [_web_file(pattern, bucket, key)]
     parts = key.strip("/").split("/")
     if glob.has_magic(key):
         folder = "/".join(takewhile(lambda part: not glob.has_magic(part), parts))
@@ -139,6 +144,18 @@ def find(pattern: str) -> list[ObjectFile]:
     if not result:
         raise UserError(f"{pattern}: {why}. Correct the URL.")
     return [ObjectFile(bucket.url_of(entry.path), entry.size, entry.etag, entry.modified) for entry in result]
+
+
+def _web_file(address: str, server: Store, path: str) -> ObjectFile:
+    """The file at an address."""
+    if glob.has_magic(path):
+        raise UserError(f"{address}: a web server lists no files, so an address names one of them, without ?, * and [. "
+                        f"Give the address of each file.")
+    entry = server.entry(path)
+    if not entry.etag:
+        raise UserError(f"{address}: the server sends no ETag, so nobody would see that the file changes while it is "
+                        f"read. Download it, and give its path.")
+    return ObjectFile(server.url_of(path), entry.size, entry.etag, entry.modified)
 
 
 def matches(path: Sequence[str], pattern: Sequence[str]) -> bool:

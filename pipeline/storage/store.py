@@ -1,4 +1,5 @@
-"""A place with objects, by its URL: `s3://bucket/prefix`, `gs://`, `az://`, `file://`.
+"""A place with objects, by its URL: `s3://bucket/prefix`, `gs://`, `az://`, `file://`. Of a web server (`https://`)
+single files are read: it lists and takes none.
 
 Keys and addresses come from the environment, as for each cloud's own tools, never from a configuration. A store can be
 sent to other processes: it is only a URL, and every process opens its own connections. They do not survive a fork: fork
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from drover.pipeline.storage.clouds import Cloud
 
 SCHEMES = ("s3", "gs", "az", "abfs", "abfss", "file")
+WEB = ("https", "http")
+"""Schemes of servers whose files are only read."""
 BLOCK_BYTES = 8 << 20
 """Objects are read in ranges of this size, with AHEAD of them prefetched."""
 AHEAD = 3
@@ -61,7 +64,7 @@ class Store:
     def __init__(self, url: str) -> None:
         scheme, mark, rest = url.partition("://")
         self.url = url.rstrip("/") if rest.strip("/") else url
-        if not mark or scheme not in SCHEMES:
+        if not mark or scheme not in (*SCHEMES, *WEB):
             raise UserError(f"{url} cannot be opened. Give a URL that begins with "
                             f"{', '.join(f'{name}://' for name in SCHEMES)}.")
         bucket, _, prefix = rest.partition("/")
@@ -71,12 +74,18 @@ class Store:
         if scheme != "file" and not bucket:
             raise UserError(f"{url} names no bucket. Give it as {scheme}://bucket/prefix.")
         self._root = f"{scheme}://{bucket}" if scheme != "file" else "file://"
-        self._prefix = (unquote(prefix) if scheme == "file" else prefix).strip("/")
+        self.is_web = scheme in WEB
+        self._is_quoted = scheme in ("file", *WEB)
+        self._prefix = self.path_in(prefix).strip("/")
+
+    def path_in(self, part: str) -> str:
+        """An object's path as a part of a URL names it."""
+        return unquote(part) if self._is_quoted else part
 
     def url_of(self, path: str) -> str:
         """The URL of an object."""
         key = self._key(path)
-        return f"{self._root}/{quote(key) if self._root == 'file://' else key}"
+        return f"{self._root}/{quote(key) if self._is_quoted else key}"
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         """All objects whose path begins with `prefix` and a slash, sorted by path. Empty objects that represent folders
