@@ -176,6 +176,8 @@ PRESETS = {"fineweb": (5, 14, 8), "olmo3": (5, 26, 11)}
 """Words of a shingle, bands, rows. FineWeb (Penedo et al. 2024) aims at a Jaccard similarity of 0.75; Olmo 3 (2025) at
 0.80, with shingles of 5 tokens of its own tokenizer where ours are of 5 words."""
 WORDS = {"runs": re.compile(r"\w+"), "characters": re.compile(f"[{WITHOUT_SPACES}]|[^\\W{WITHOUT_SPACES}]+")}
+_ASCII_WORDS = re.sub(rb"\W", b" ", bytes(range(256)))
+"""Spaces in place of what is between words."""
 _TEXTS_AT_ONCE, _CHARACTERS_AT_ONCE = 256, {"runs": 2_000_000, "characters": 500_000}
 _SEED = 1
 
@@ -207,7 +209,9 @@ def signature_settings(config: NearDuplicates) -> SignatureSettings:
 
 
 def words(text: str, kind: str) -> list[str]:
-    """The words of a text, for shingles; kind: one of `WORDS`."""
+    """The words of a text, for shingles; kind: one of `WORDS`. All kinds have the same words of ASCII."""
+    if text.isascii():
+        return text.lower().encode().translate(_ASCII_WORDS).decode().split()  # twice as fast
     return WORDS[kind].findall(text.lower())
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from drover.pipeline.contract.workers import Task
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import atomic_file, output_record
-from drover.pipeline.data.documents import document_key, to_json, validation_below
+from drover.pipeline.data.documents import Document, document_key, to_json, validation_below
 from drover.pipeline.data.filters.base import DROPPED, Dropped
 from drover.pipeline.data.planning.near_duplicates import banding, join_components, near_columns, resolve_partition
 from drover.pipeline.data.planning.runs import (
@@ -45,7 +45,6 @@ from drover.pipeline.data.planning.runs import (
     index_row,
     layout,
     match_partition,
-    read_document,
     read_links,
     sort_group,
     staged,
@@ -402,7 +401,8 @@ def pieces_by_tail(folder: Path, plan: CorpusLayout, sums: np.ndarray, validatio
         first = int(np.searchsorted(inside, border, side="right"))
         row = int(rows[first])
         characters = border - (int(inside[first - 1]) if first else before)  # of this document; 0: it is whole
-        head, tail = _stage_halves(folder, name, index[first], characters) if characters else ([], [])
+        head, tail = _stage_halves(folder, name, StagedDocuments(folder, plan).document(plan.starts[unit] + row),
+                                   characters) if characters else ([], [])
         train[source] = [*(all_of_unit(plan, sums, one, TRAIN) for one in units[:at]),
                          ShardPiece(name, 0, row, TRAIN, sums_of(index[:first])), *head]
         rest = first + bool(characters)
@@ -411,9 +411,10 @@ def pieces_by_tail(folder: Path, plan: CorpusLayout, sums: np.ndarray, validatio
     return [train, validation]
 
 
-def _stage_halves(folder: Path, unit: str, row: Any, characters: int) -> list[list[ShardPiece]]:
-    """The two parts of a document that the border cuts behind so many characters, each staged as a unit of its own."""
-    document, result = read_document(folder, unit, row), []
+def _stage_halves(folder: Path, unit: str, document: Document, characters: int) -> list[list[ShardPiece]]:
+    """The two parts of a unit's document that the border cuts behind so many characters, each staged as a unit of its
+    own."""
+    result = []
     for name, place, text in ((f"{unit}-000", f"[:{characters}]", document.text[:characters]),
                               (f"{unit}-001", f"[{characters}:]", document.text[characters:])):
         member = to_json(replace(document, text=text, id=document.id + place,

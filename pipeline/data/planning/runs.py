@@ -26,7 +26,7 @@ from zlib import crc32
 import numpy as np
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Outputs, atomic_file, output_record, read_json, write_json
+from drover.pipeline.core.files import Outputs, atomic_file, opened, output_record, read_json, write_json
 from drover.pipeline.data.documents import Document, digest, from_json
 from drover.pipeline.data.text_shards import SPLITS
 
@@ -70,13 +70,6 @@ def score_of(value: Any) -> float:
         return -inf
 
 
-def read_document(folder: Path, unit: str, row: Any) -> Document:
-    """The document of a row of a unit's index."""
-    with open(staged(folder, unit, ".documents"), "rb") as file:
-        file.seek(int(row["offset"]))
-        return from_json(file.read(int(row["length"])), "")
-
-
 TRAIN, VALIDATION, DUPLICATE, NEAR_DUPLICATE, LOW_SCORE = range(5)
 OUTCOMES = (*SPLITS, "duplicate", "near_duplicate", "low_score")
 """What becomes of a document: a byte each in the staged file `.fates` of its unit, a .npy."""
@@ -86,7 +79,7 @@ GROUP_DOCUMENTS, GROUP_UNITS = 4_000_000, 256
 """A group ends before it has more documents or units."""
 PARTITION_ROWS = 4_000_000
 """Largest number of documents in a partition if none are equal."""
-_INDEXES_AT_ONCE = 32
+_UNITS_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -173,7 +166,8 @@ class StagedDocuments:
 
     def __init__(self, folder: Path, plan: CorpusLayout) -> None:
         self.folder, self.names, self.starts = folder, plan.names, np.array(plan.starts)
-        self._index = lru_cache(_INDEXES_AT_ONCE)(lambda name: np.load(staged(folder, name, ".npy"), mmap_mode="r"))
+        self._index = lru_cache(_UNITS_AT_ONCE)(lambda name: np.load(staged(folder, name, ".npy"), mmap_mode="r"))
+        self._texts = lru_cache(_UNITS_AT_ONCE)(lambda name: opened(staged(folder, name, ".documents")))
 
     def row(self, number: int) -> tuple[str, Any]:
         """The name of a document's unit, and its row of INDEX."""
@@ -182,12 +176,18 @@ class StagedDocuments:
 
     def document(self, number: int) -> Document:
         """The document, with its text."""
-        return read_document(self.folder, *self.row(number))
+        return self._read(*self.row(number))
 
     def named(self, number: int) -> tuple[str, str, tuple[int, int]]:
         """The document's id, its source and the digest of its text."""
-        document, (_, row) = self.document(number), self.row(number)
+        unit, row = self.row(number)
+        document = self._read(unit, row)
         return document.id, document.source, (int(row["high"]), int(row["low"]))
+
+    def _read(self, unit: str, row: Any) -> Document:
+        file = self._texts(unit)
+        file.seek(int(row["offset"]))
+        return from_json(file.read(int(row["length"])), "")
 
 
 NONE = 0

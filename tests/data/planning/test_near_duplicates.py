@@ -15,6 +15,7 @@ from drover.pipeline.config.data import NearDuplicates
 from drover.pipeline.data.planning import near_duplicates
 from drover.pipeline.data.planning.near_duplicates import (
     NONE,
+    WORDS,
     followers_path,
     join_components,
     shingles,
@@ -156,6 +157,14 @@ def test_of_one_component_only_so_many_that_stay_are_compared(tmp_path, monkeypa
     ("한국어 문장", ["한국어", "문장"])])
 def test_what_a_word_is(text, own):
     assert words(text, "characters") == own
+
+
+@pytest.mark.parametrize("kind", WORDS)
+def test_ascii_has_the_words_that_other_text_has(kind):
+    rng = random.Random(0)
+    texts = ["".join(map(chr, rng.choices(range(128), k=300))) for _ in range(200)]
+    for text in texts:
+        assert words(text, kind) == words(f"{text}\u00a0", kind)  # which is no word
 
 
 def write_edges(folder, plan, edges, seed):
