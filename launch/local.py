@@ -41,6 +41,7 @@ class LocalHost(Host):
     """This machine, for one stage."""
 
     log: Path = WORDS
+    tells_refusals = False  # the stage may be running in another process
 
     def start(self, spec: JobSpec, command: Sequence[str], environment: Environment, folder: Path,
               each: Each) -> StepEnd:
@@ -111,7 +112,7 @@ def _run_job(run: Run, job: Job, options: Options, chain: str, requests: list[in
     if requests or decision.status == "preempted":
         show(sys.stderr, f"\nstopped in {job.stage}; {again}")
         return INTERRUPTED
-    if runner.last is None:  # nothing was started: `launch/stop` exists
+    if runner.last is None:  # nothing was started
         return 1
     folder, end = runner.last
     what = f" (exit status {end.status})" if decision.status == "failed" else f": {decision.reason}"

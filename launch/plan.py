@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -40,7 +40,7 @@ class Options:
     machine: only a local run is fitted to it.
     frozen: the configuration that jobs on Slurm are given in place of the user's file and overrides.
     chain: id of a submission to Slurm; what is forced is forced once for it.
-    code: where the jobs' code is.
+    code: where the jobs' code is. code_files: what is to be written there.
     exclude: nodes that failed, which jobs on Slurm leave out besides those that the configuration names.
     show_done: stages that are done are planned as if they were not, to be shown.
     """
@@ -54,6 +54,7 @@ class Options:
     frozen: str = ""
     chain: str = ""
     code: str = str(IMPORTED_FROM)
+    code_files: Mapping[str, bytes] = field(default_factory=dict)
     exclude: tuple[str, ...] = ()
     show_done: bool = False
 

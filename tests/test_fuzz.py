@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from drover.launch.commands import cancel, logs, stop
-from drover.launch.job.host import holder_of
-from drover.launch.slurm.chain import read_chains
+from drover.launch.slurm.chain import read_chain
 from drover.launch.slurm.nodes import failures
 from drover.launch.status import main as status
 from drover.model.config import ModelConfig
@@ -131,14 +130,12 @@ def _states(folder):
     write_sealed(folder / "STATE.json", {"status": "running", "step": 3, "units": 1, "job": "15", "at": ago(3)})
     write_json(folder / STARTED, {"fingerprint": {"config": {"a": 1}, "inputs": {}, "files": {}}, "chain": "c1",
                                   "force_id": "x", "files": [], "accepted": []})
-    write_json(folder / "launch/encode.lock", {"job": "15", "restart": 0, "host": "n", "pid": 3, "at": 1.8e9})
 
 
 def _read_states(folder):
     state = read_state(folder)
     assert state is None or state.status in ("running", "done", "preempted", "failed")
     start_or_empty(folder)
-    holder_of(folder / "launch" / "encode.lock")
     read_start(folder)
 
 
@@ -289,7 +286,7 @@ def _show_status(folder):
 
 def _read_job(folder):
     run = folder / "run"
-    _each(lambda: read_chains(run), lambda: failures(run))
+    _each(lambda: read_chain(run), lambda: failures(run))
 
 
 MANIFEST, SHARDS = f"{RUN}/encode/manifest.json", f"{RUN}/shard/manifest.json"
@@ -316,10 +313,9 @@ READERS = (
         (TAR, lambda whole: _header(1 << 60)), *planted("""
         runs/small/shard/manifest.json -> outputs 0 source -> null
         runs/small/shard/manifest.json -> outputs 0 path -> "../../x" """)]),
-    Reader("states", _states, _read_states, ("**/*.json", "launch/*"), known=[
-        ("launch/encode.lock", put("at", value=10**400)), *planted("""
+    Reader("states", _states, _read_states, ("**/*.json",), known=planted("""
         STATE.json -> status -> []
-        started.json -> files -> 7""")]),
+        started.json -> files -> 7""")),
     Reader("records", _records, _read_records, ("**/*.json*",), known=(
         ("train/metrics.jsonl", lambda whole: b'{"step": 1, "samples": [1]}\n' + whole),
         ("train/events.jsonl", lambda whole: b'{"event": "start", "time": "x", "startup_s": 1}\n' + whole),

@@ -53,7 +53,7 @@ class Decision:
     """What to do, and why.
 
     action: `leave` ends the job well, `stop` badly.
-    final: the stage's state is to become `failed`, so that no later link tries again.
+    final: the stage's state is to become `failed`, and no later link tries again.
     """
 
     action: Literal["leave", "restart", "requeue", "stop"]

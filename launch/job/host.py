@@ -1,29 +1,17 @@
-"""What a job does, where it runs, and the lock of its stage. The runner needs no more of Slurm or of this machine."""
+"""What a job does, and where it runs. The runner needs no more of Slurm or of this machine."""
 
 from __future__ import annotations
 
-import platform
 import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from drover.launch.processes import Each, Environment
 from drover.launch.slurm.scheduler import UNKNOWN, WITH_NODES, JobInfo, Scheduler
-from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import read_record, write_json
-
-HOLDING = (*WITH_NODES, "COMPLETING", "STAGE_OUT")
-"""States of jobs that may have processes."""
-CHAIN_S = 300.0
-"""Seconds that a job waits for one of its own chain, which ends while this one starts, or if Slurm does not answer."""
-RETRY_S = 3.0
-LOOK_S = 30.0
-"""Between two looks whether the lock is still this start's."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +123,10 @@ class Host(ABC):
             that never answers (`NoScheduler`) a job continues.
         requests: signals that asked the job to end, in order of arrival.
         avoid: nodes that failed a start or the preflight of this job.
+        tells_refusals: whether the stage's state may say that it refused to start.
     """
 
+    tells_refusals: ClassVar[bool] = True
     job: str
     name: str
     restart: int
@@ -172,10 +162,6 @@ class Host(ABC):
         """Queue the job again, which ends this process; or None if that is about to happen, else why it cannot."""
         return "nothing queues jobs here"
 
-    def lock(self, spec: JobSpec) -> JobLock | None:
-        """A lock that keeps other jobs from the stage; None if the stage's own lock is enough."""
-        return None
-
     def is_current(self) -> bool:
         """Whether this start of the job is the one that the scheduler runs; True if the scheduler does not answer.
 
@@ -195,73 +181,3 @@ class Host(ABC):
         while time.monotonic() < until and not self.requests:
             each()
             time.sleep(0.25)
-
-
-@dataclass(frozen=True)
-class Holder:
-    """The start of a job that holds a stage's lock. chain: its submission."""
-
-    job: str
-    restart: int
-    host: str
-    chain: str = ""
-
-
-class JobLock:
-    """One job at a time for a stage: `launch/<stage>.lock` names the job that has it.
-
-    Slurm's singleton separates jobs of one name, and the stage locks its folder. This lock also works where file locks
-    do not reach (other nodes), and where a node that Slurm has given up still runs.
-    """
-
-    def __init__(self, spec: JobSpec, host: Host) -> None:
-        self.spec = spec
-        self.host = host
-        self.path = Path(spec.run) / "launch" / f"{spec.stage}.lock"
-        self.own = Holder(host.job, host.restart, platform.node(), spec.chain)
-        self._next_look = 0.0
-
-    def __enter__(self) -> JobLock:
-        """Take the lock: at once from an earlier start of this job, from another job once Slurm says that it has ended.
-
-        Raises:
-            UserError: another job is alive and is not about to end as one of the same chain; or this one received a
-                request to end.
-        """
-        until = time.monotonic() + CHAIN_S
-        waits = False
-        while (held := holder_of(self.path)) is not None and held.job != self.own.job:
-            known = self.host.scheduler.jobs([held.job])
-            if known and known[held.job].state not in HOLDING:
-                break
-            ending = not known or held.chain == self.own.chain
-            if self.host.requests or not ending or time.monotonic() >= until:
-                raise UserError(f"The job {held.job} on {held.host} works on {self.spec.stage} of {self.spec.run}, so "
-                                f"this one does nothing. Wait for it, or `scancel {held.job}`.")
-            if not waits:
-                self.host.say(f"waits for the end of the job {held.job} on {held.host}, which works on "
-                              f"{self.spec.stage}")
-            waits = True
-            time.sleep(RETRY_S)
-        write_json(self.path, asdict(self.own))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with suppress(OSError):
-            if self.is_ours(at_once=True):
-                self.path.unlink(missing_ok=True)
-
-    def is_ours(self, *, at_once: bool = False) -> bool:
-        """False once another start has taken the stage over. Unless it is `at_once`, the file is read now and then."""
-        if not at_once and time.monotonic() < self._next_look:
-            return True
-        self._next_look = time.monotonic() + LOOK_S
-        return holder_of(self.path) in (self.own, None)
-
-
-def holder_of(path: Path) -> Holder | None:
-    """The holder of a lock; None if there is none, or if its record cannot be read."""
-    try:
-        return read_record(path, Holder)
-    except (UserError, OSError):
-        return None

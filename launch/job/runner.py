@@ -14,7 +14,7 @@ import platform
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from drover.launch.job.host import Host, JobSpec, StepEnd
 from drover.launch.job.preflight import run_preflight
 from drover.launch.slurm.chain import read_chain
 from drover.launch.slurm.nodes import EXCLUDED_AFTER, clear_failures, few, lost, named, record_failure
-from drover.launch.slurm.scheduler import OUT_OF_MEMORY
+from drover.launch.slurm.scheduler import OUT_OF_MEMORY, WITH_NODES
 from drover.launch.slurm.start_logs import last_lines, last_word, prune
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import (
@@ -60,6 +60,8 @@ RECORD_S = 30.0
 """For the run folder to take a record, before the job ends."""
 RECORD_PAUSE_S = 2.0
 """Between two tries."""
+LOOK_S = 60.0
+"""Between two looks whether the job still has its nodes."""
 PAUSE_S = 3.0
 """Before the stage is started again."""
 LAST_LINES = 25
@@ -83,12 +85,12 @@ class Runner:
         self.host = host
         self.say = host.say
         self.run_folder = Path(spec.run)
-        self.lock = host.lock(spec)
         self.in_array = host.index is not None  # the stage is shared with the array's other elements
         self.logs = self.run_folder / "logs" / spec.stage
         self.last: tuple[Path, StepEnd] | None = None
         self.lines = list[str]()
         self.tested = False
+        self._next_look = time.monotonic() + LOOK_S
         # Over all restarts of the job. A start that no launcher made may have left its status: it must not count as
         # that of ours.
         state = read_state(spec.folder)
@@ -105,15 +107,16 @@ class Runner:
         spec, host = self.spec, self.host
         self.say(f"{spec.stage} of {spec.run}: job {host.name} (link {spec.link} of {spec.links}, restart "
                  f"{host.restart}) on {', '.join(host.nodes)}", quiet=True)
-        if (decision := self._nothing_to_do()) is not None:
-            self.say(decision.reason)
-            return decision
-        with self.lock or nullcontext():
-            decision = self._account_for_the_last() or self._work()
-            while decision.action == "restart":
-                self.number += 1
-                decision = self._work()
-            return self._end(decision)
+        stop = self.run_folder / STOP
+        if spec.stage == "train" and stop.exists():
+            reason = f"{stop} exists, so training does not start. The same command continues (it removes the file)"
+            self.say(reason)
+            return Decision("stop", "preempted", reason)
+        decision = self._account_for_the_last() or self._work()
+        while decision.action == "restart":
+            self.number += 1
+            decision = self._work()
+        return self._end(decision)
 
     def _work(self) -> Decision:
         """Test the nodes, unless they have passed, and start the stage once; what follows."""
@@ -131,24 +134,6 @@ class Runner:
         return self._start()
 
     # ---- before the first start
-
-    def _nothing_to_do(self) -> Decision | None:
-        """The end if an earlier job of this chain has done or given up the stage, or the run is to stand."""
-        spec = self.spec
-        if self.in_array:
-            return None
-        state = read_state(spec.folder)
-        if state and state.job in self._links():
-            if state.status == "done" and read_manifest(spec.folder) is not None:
-                return Decision("leave", "done", f"{spec.stage} is done (by job {state.job}): nothing to do")
-            if state.status == "failed":
-                return Decision("stop", "failed", f"job {state.job} of this chain gave {spec.stage} up, so this one "
-                                                  f"does not try: {state.reason}")
-        stop = self.run_folder / STOP
-        if spec.stage == "train" and stop.exists():
-            return Decision("stop", "failed", f"{stop} exists, so training does not start. The same command continues "
-                                              f"(it removes the file)")
-        return None
 
     def _account_for_the_last(self) -> Decision | None:
         """Record a start of this job whose end no runner saw: the job lost its nodes, one of them died, or the runner
@@ -227,17 +212,18 @@ class Runner:
         self._record_failures(dict.fromkeys(end.lost, "went down"))
         host.avoid.update(end.lost)
         self.lines = last_lines(folder, end.rank, spec.tasks_per_node, LAST_LINES)
+        known = host.info()
+        if known.restarts > host.restart and known.state in WITH_NODES:
+            raise UserError("Another start of this job has taken the stage over.")
         decision = decide(self._outcome(self._with_cause(end)), spec)
         step = self._newest_step()
         if decision.status in ("done", "preempted") and (step or 0) > (before or 0):
             with suppress(OSError):
                 clear_failures(self.run_folder, host.nodes)
-        if decision.action == "restart" and host.info().left_s < spec.signal_s + SLURM_EARLY_S:
+        if decision.action == "restart" and known.left_s < spec.signal_s + SLURM_EARLY_S:
             # Slurm warns of the limit once, and only processes that run then.
             decision = requeue(decision.status, f"{decision.reason}; the time limit is too near to start again here",
                                spec)
-        if self.lock is not None and not self.lock.is_ours(at_once=True):
-            raise UserError("Another start of this job has taken the stage over.")
         then = decision.action
         if then in ("restart", "requeue") and not host.is_current():
             then = "requeue"  # which Slurm has done: it is for the job's next start
@@ -377,8 +363,7 @@ class Runner:
             if (refusal := self.host.requeue()) is None:
                 return decision
             decision = without_requeue(decision, f"Slurm did not queue the job again ({refusal})", self.spec)
-        # Without a job lock (on one machine) a stage that refused may be running in another process.
-        if decision.final and not self.in_array and (self.lock or decision.status != "failed"):
+        if decision.final and not self.in_array and (self.host.tells_refusals or decision.status != "failed"):
             with suppress(OSError):
                 write_state(self.spec.folder, "failed", step=self._newest_step(), reason=decision.reason,
                             attempt=self.number)
@@ -391,8 +376,12 @@ class Runner:
         return decision
 
     def tick(self) -> bool:
-        """Called while something runs; False if it must end because the stage is another start's."""
-        return self.lock is None or self.lock.is_ours()
+        """Called while something runs; False if it must end because Slurm has taken the job from its nodes: one that it
+        has given up may still run."""
+        if self.in_array or time.monotonic() < self._next_look:
+            return True
+        self._next_look = time.monotonic() + LOOK_S
+        return self.host.is_current()
 
     # ---- records
 

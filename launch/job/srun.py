@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from drover.launch.job.host import Host, JobLock, JobSpec, StepEnd, process_end
+from drover.launch.job.host import Host, JobSpec, StepEnd, process_end
 from drover.launch.job.rank import PREFLIGHT
 from drover.launch.processes import BROKEN_S, KILL_S, Each, Environment, ProcessGroup, Say, free_port, meeting, started
 from drover.launch.slurm.nodes import named
@@ -52,10 +52,6 @@ class SlurmHost(Host):
     held: tuple[str, ...] = ()
     addresses: dict[str, str] = field(default_factory=dict)
     handler: Any = signal.SIG_DFL
-
-    def lock(self, spec: JobSpec) -> JobLock | None:
-        """Elements of an array work on one stage together."""
-        return JobLock(spec, self) if self.index is None else None
 
     def ready(self, spec: JobSpec) -> JobSpec | None:
         """The first nodes of the job, without those that failed."""

@@ -1,4 +1,4 @@
-"""What was submitted for a run: `launch/chain.json`, the newest submission; those before it in `launch/chains/`."""
+"""What was submitted for a run: `launch/chain.json`, the newest submission."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 
 from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.contract.manifest import GitState
-from drover.pipeline.core.files import read_record, write_json
+from drover.pipeline.core.files import read_record, sha256_json, write_json
 
 CHAIN = Path("launch") / "chain.json"
-EARLIER = Path("launch") / "chains"
 REPAIR = "Remove it: the submitted jobs continue, but are no longer shown."
 
 
-def token(chain: str, job: str = "") -> str:
-    """The first word of a job's comment in Slurm. It identifies the job even if its submission was killed before it
-    could record the job. job: its key in the plan; without it, the prefix of all tokens of a submission."""
-    return f"drover:{chain}:{job}"
+def mark(run_folder: Path) -> str:
+    """A word for the run in Slurm, where runs of other folders may have its name: in the comments of its jobs, by which
+    they are found although their submission was killed before it could record them, and in the name that singleton
+    goes by."""
+    return sha256_json(str(run_folder.resolve()))[:8]
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,7 @@ class JobChain:
         return len(self.jobs) < self.planned
 
     def write(self, run_folder: Path) -> None:
-        """Make this the newest submission of the run. The one before is moved to `launch/chains/`."""
-        before = read_chain(run_folder)
-        if before is not None and before.id != self.id:
-            write_json(run_folder / EARLIER / f"{before.id}.json", asdict(before))
+        """Make this the newest submission of the run."""
         write_json(run_folder / CHAIN, asdict(self))
 
 
@@ -64,25 +61,18 @@ def read_chain(run_folder: Path) -> JobChain | None:
     return read_record(run_folder / CHAIN, JobChain, REPAIR)
 
 
-def read_chains(run_folder: Path) -> list[JobChain]:
-    """All submissions of a run, oldest first."""
-    paths = [*sorted((run_folder / EARLIER).glob("*.json")), run_folder / CHAIN]  # an id begins with its time
-    return [chain for path in paths if (chain := read_record(path, JobChain, REPAIR))]
-
-
 def in_queue(run_folder: Path, scheduler: Scheduler) -> tuple[list[ChainJob], bool]:
-    """The run's jobs in the queue, the newest first, and whether Slurm answers. If it does not: all jobs that were ever
-    submitted for the run.
+    """The run's jobs in the queue, the newest first, and whether Slurm answers. If it does not: all jobs of the newest
+    submission.
 
-    A submission that was killed after sbatch may have a job that it could not record. Such jobs are found by their
-    tokens, and come first.
+    Jobs that no submission recorded, or an earlier one, are found by their comments, and come first.
     """
-    chains = read_chains(run_folder)
-    jobs = [job for chain in reversed(chains) for job in reversed(chain.jobs)]
+    chain = read_chain(run_folder)
+    jobs = [*reversed(chain.jobs)] if chain else []
     mine = scheduler.mine()
     answers = scheduler.jobs(job.id for job in jobs)  # another user of the run's group may have queued them
     if mine is None or answers is None:
         return jobs, False
-    tokens = tuple(token(chain.id) for chain in chains)
-    lost = [ChainJob(job.name, "", job.id) for job in mine if job.comment.startswith(tokens) and job.id not in answers]
-    return [*lost, *(job for job in jobs if answers[job.id].queued)], True
+    others = [ChainJob(job.name, "", job.id) for job in mine
+              if job.comment.startswith(f"drover:{mark(run_folder)}:") and job.id not in answers]
+    return [*others, *(job for job in jobs if answers[job.id].queued)], True

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from drover.launch.plan import OPTIONS, Job
-from drover.launch.slurm.chain import token
+from drover.launch.slurm.chain import mark
 from drover.launch.slurm.scheduler import literal
 from drover.pipeline.config.kinds import plugin_folders
 from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.core.files import sha256_json
 
 FOLDER = Path("launch") / "submitit"
 """Submitit's folder in the run: scripts, pickles, results, and the logs of the jobs themselves."""
@@ -83,7 +82,7 @@ def parameters(config: Config, job: Job, ids: Mapping[str, str]) -> dict[str, An
     waits += ["singleton"] if job.stage == "train" else []  # two jobs of one run never train at once
     waits += [str(extra.pop("dependency"))] if "dependency" in extra else []
     # Singleton goes by the name of the job alone: a run of this name in another folder must not be waited for.
-    own = f"-{sha256_json(str(config.folder.resolve()))[:6]}" if job.stage == "train" else ""
+    own = f"-{mark(config.folder)}" if job.stage == "train" else ""
     own_gpus = any(name in extra for name in GPUS) or GPU_RESOURCE.search(str(extra.get("gres", "")))
     by_count = job.gpus_per_node and launch.request_gpus and not own_gpus
     log = "%A_%a_0_log.out" if job.elements else "%j_0_log.out"
@@ -95,7 +94,7 @@ def parameters(config: Config, job: Job, ids: Mapping[str, str]) -> dict[str, An
         "gpus_per_node": f"{launch.gpu_type or ''}:{job.gpus_per_node}".lstrip(":") if by_count else None,
         "mem": resources.mem, "partition": resources.partition, "dependency": ",".join(waits),
         **{name: extra.pop(name, None) for name in (*OPTIONS, "exclude")},
-        "comment": f"{token(job.chain, job.key)} {extra.pop('comment', '')}".rstrip(),
+        "comment": f"drover:{mark(config.folder)}:{job.key} {extra.pop('comment', '')}".rstrip(),
         "signal_delay_s": launch.signal_s,
         "array_parallelism": (getattr(resources, "at_once", None) or len(job.elements)) if job.elements else None,
         "use_srun": False, "stderr_to_stdout": True,

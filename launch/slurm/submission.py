@@ -59,8 +59,8 @@ def for_slurm(run: Run, options: Options) -> Options:
     if excluded:
         echo(f"excluded  {', '.join(excluded)}: failed twice within a day (launch/nodes.jsonl)\n")
     id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"  # ids sort by time
-    return replace(options, frozen=str(frozen), chain=id, code=str(planned_snapshot(run.folder)),
-                   exclude=tuple(excluded))
+    code, files = snapshot_of(run.folder)
+    return replace(options, frozen=str(frozen), chain=id, code=str(code), code_files=files, exclude=tuple(excluded))
 
 
 def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool | None) -> int:
@@ -88,7 +88,7 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
     _refuse_queued(run)
     if rehearse or (rehearse is None and worth_rehearsing(config, jobs)):
         rehearse_training(run, jobs, options)  # last, because it may take some minutes
-    take_snapshot(Path(options.code))
+    take_snapshot(Path(options.code), options.code_files)
     if config.launch.check_owners:  # an access control list of the folder may override the umask
         refuse_foreign_files(run.folder)
     (run.folder / STOP).unlink(missing_ok=True)  # it was for earlier jobs
@@ -166,8 +166,8 @@ def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
 
 
 def _refuse_queued(run: Run) -> None:
-    """Refuse to queue a run twice. If Slurm does not answer, singleton and the job lock keep a second job from
-    training."""
+    """Refuse to queue a run twice. If Slurm does not answer, singleton and the stage's lock keep a second job
+    from training."""
     queued, answered = in_queue(run.folder, Scheduler())
     if not answered:
         echo("squeue does not answer whether jobs of this run are already queued; if so, the new ones wait for them")
@@ -181,30 +181,25 @@ def _refuse_queued(run: Run) -> None:
 # ---- the copy of the code
 
 
-def planned_snapshot(run_folder: Path, repository: Path = REPOSITORY) -> Path:
-    """Path of the copy of the code to make: `code/<commit>-<content>/` in the run folder. Writes nothing."""
-    return run_folder.absolute() / "code" / _name(_contents(repository))
+def snapshot_of(run_folder: Path) -> tuple[Path, dict[str, bytes]]:
+    """The copy of the code to make: its path, `code/<commit>-<content>/` in the run folder, and the content of its
+    files. Writes nothing."""
+    files = _contents(REPOSITORY)
+    return run_folder.absolute() / "code" / _name(files), files
 
 
-def take_snapshot(code: Path, repository: Path = REPOSITORY) -> None:
-    """Make the planned copy of the code.
+def take_snapshot(code: Path, contents: Mapping[str, bytes]) -> None:
+    """Make a copy of the code.
 
     `drover/` in it holds the files, as in an installed package; `snapshot.json` the commit, and whether the checkout
-    had changes.
-
-    Raises:
-        UserError: a file contains a secret; or the code was edited after it was planned.
+    had changes. UserError if a file contains a secret.
     """
-    contents = _contents(repository)
     # Everyone who can read the run folder can read the copy.
     if leaks := [f"{name.removeprefix(f'{PACKAGE}/')} has {what}" for name, content in contents.items()
                  if (what := known_form(content.decode(errors="replace")))]:
         raise UserError(f"Jobs get a copy of the code, and it would contain secrets:\n{listed(leaks)}\nNothing was "
-                        f"submitted. Move them out of {repository} or into a file that git ignores. To pass variables "
+                        f"submitted. Move them elsewhere or into a file that git ignores. To pass variables "
                         f"to the jobs, use launch.secrets.")
-    if _name(contents) != code.name:
-        raise UserError(f"Files in {repository} changed while they were being copied for the jobs. Nothing was "
-                        f"submitted. Save your edits and submit again.")
     for name, content in contents.items():
         with atomic_file(code / name, keep_equal=True, durable=False) as file:
             file.write(content)

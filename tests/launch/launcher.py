@@ -11,7 +11,6 @@ import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import yaml
 
 from drover.launch.slurm import submission
 from drover.launch.slurm.chain import JobChain, read_chain
-from drover.launch.slurm.submission import planned_snapshot, take_snapshot
+from drover.launch.slurm.submission import snapshot_of, take_snapshot
 from drover.launch.submit import main
 from drover.pipeline.config.loading import config_hash, load_config
 from drover.pipeline.contract.manifest import STARTED, Manifest
@@ -54,10 +53,12 @@ def commit(folder: Path) -> None:
     git(folder, "commit", "-qm", "all")
 
 
-def snapshot_of(run: Path, checkout: Path) -> Path:
+def copied(run: Path, checkout: Path) -> Path:
     """The copy of a checkout's code in a run folder."""
-    code = planned_snapshot(run, checkout)
-    take_snapshot(code, checkout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(submission, "REPOSITORY", checkout)
+        code, files = snapshot_of(run)
+    take_snapshot(code, files)
     return code
 
 
@@ -101,8 +102,7 @@ class Launcher:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setenv("QUEUE", str(self.queue))
         patch.setenv("PYTHONPATH", str(REPOSITORY))
-        patch.setattr(submission, "planned_snapshot", partial(planned_snapshot, repository=self.checkout))
-        patch.setattr(submission, "take_snapshot", partial(take_snapshot, repository=self.checkout))
+        patch.setattr(submission, "REPOSITORY", self.checkout)
 
     @property
     def run(self) -> Path:

@@ -6,7 +6,7 @@ from drover.launch.credentials import credential_problems, is_secret, known_form
 from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
-from tests.launch.launcher import commit, git, holding, snapshot_of
+from tests.launch.launcher import commit, copied, git, holding
 from tests.refusal import refused, table
 
 DRAWN = "x9Kq2mZ7pL4vB8nR5tW1cD6fG3hJ0sAyUeQiOx7Zk2Mv9Lp4Bn8Rt5Wc1Df6"
@@ -81,11 +81,11 @@ def test_the_copy_of_the_code_holds_no_secret(tmp_path):
     (checkout / ".gitignore").write_text(".env\n")
     (checkout / "configs/.env").write_text(TOKENS["hf"])
     git(checkout, "init", "-q")
-    said = refused(UserError, r"configs/mine\.yaml has a GitLab token", snapshot_of, run, checkout)
+    said = refused(UserError, r"configs/mine\.yaml has a GitLab token", copied, run, checkout)
     assert "launch.secrets" in said and TOKENS["gitlab"] not in said
     assert not run.exists()
     mine.write_text("setup: []\n")
-    snapshot_of(run, checkout)
+    copied(run, checkout)
     assert not holding(run, *TOKENS.values()), "nor an ignored file"
 
 

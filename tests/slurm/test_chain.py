@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from drover.launch.slurm.chain import read_chains
 from drover.launch.slurm.submission import PARTS
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.stages import STAGES
@@ -144,4 +143,3 @@ def test_the_rest_of_the_page_does_what_it_says(done):
     assert "nothing to stop" in of("drover stop") and "no job of runs/demo is in the queue" in of("drover cancel")
     assert "--nodes 4" in START and "--nodes 2" in CONTINUE
     assert "nothing to submit: all requested stages are done" in message[CONTINUE]
-    assert len(read_chains(done.run)) == 1

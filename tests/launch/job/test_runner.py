@@ -1,4 +1,4 @@
-"""The runner: what it starts, restarts, requeues, refuses and leaves behind; and one job at a time for a stage."""
+"""The runner: what it starts, restarts, requeues, refuses and leaves behind."""
 
 import os
 import re
@@ -8,17 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drover.launch.job import host, runner, srun
-from drover.launch.job.host import CHAIN_S, LOOK_S, RETRY_S, Holder, StepEnd
+from drover.launch.job import runner, srun
+from drover.launch.job.host import StepEnd
 from drover.launch.job.preflight import PreflightResult
-from drover.launch.job.srun import SlurmHost
 from drover.launch.slurm.chain import ChainJob, JobChain
 from drover.launch.slurm.start_logs import KEPT
 from drover.pipeline.contract.signed import SECRET
 from drover.pipeline.contract.state import StageJob
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import read_json, write_json
-from tests.launch.fake_job import KILLED, chain_of, make_job
+from tests.launch.fake_job import KILLED, make_job
 from tests.launch.launcher import holding
 from tests.refusal import refused, table
 
@@ -32,7 +30,6 @@ def test_a_crash_is_followed_by_another_start_in_the_allocation(job):
     assert job.events("ended")[0]["reason"] == "rank 1 on n2: killed"
     assert [(event["start"], event["ranks"]) for event in job.events("attempt")] == [(0, 2), (1, 2)]
     assert (job.run / "logs/train/latest").readlink() == Path("12.1")
-    assert not (job.run / "launch/train.lock").exists()
     line, first, second = job.commands[1], *job.environments
     assert "--kill-on-bad-exit=1 --wait=30 --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 " in line
     assert second["MASTER_ADDR"] == "localhost" and job.start == StageJob(chain="c", start=1, ranks=2)
@@ -71,7 +68,6 @@ def test_at_a_request_to_end_the_runner_waits_and_starts_nothing(job):
 
     assert job.go(waits)[0] == "stop"
     assert len(job.events("attempt")) == 1 and job.ends() == ["preempted stop"]
-    assert not (job.run / "launch/train.lock").exists()
 
 
 # ---- the decisions' effects, with starts that are played
@@ -174,19 +170,6 @@ def test_links_that_are_not_needed_are_removed(job, plan, planned, refusal, move
     assert job.slurm.moved == [("15", "14", "12")] * moved and job.slurm.cancelled == ["14", "13"] * cancelled
 
 
-def test_a_link_after_one_that_gave_up_or_was_done_does_nothing(job):
-    chain_of(job, "12", "13")
-    end, log = job.go("crash", "crash", max_restarts=1, links=2)
-    assert end == "stop" and job.ends() == [RESTART, "crashed stop"] and job.state().status == "failed"
-    assert job.state().reason.startswith("given up after 2 starts in a row without a new checkpoint")
-    end, log = job.go(job="13", link=2)
-    assert end == "stop" and "job 12 of this chain gave train up" in log
-    assert job.go("work", job="14", link=1, chain="d")[0] == "leave", "another submission tries again"
-    chain_of(job, "14", "15", chain="d")
-    end, log = job.go(job="15", link=2)
-    assert end == "leave" and "train is done (by job 14): nothing to do" in log and len(job.events("attempt")) == 3
-
-
 def test_the_stop_file(job):
     (job.run / "launch/stop").write_text("enough")
     end, log = job.go()
@@ -209,18 +192,18 @@ def test_ends_without_progress_stop_the_stage_for_good(job, cause):
         f"given up after 2 starts in a row without .*{cause}", job.state().reason)))
 
 
-def test_a_start_that_was_taken_over_ends_what_it_runs(job, monkeypatch):
-    monkeypatch.setattr(host, "LOOK_S", 0.0)
+def test_a_start_that_slurm_took_away_ends_what_it_runs(job, monkeypatch):
+    """Its node may be one that Slurm has given up. The job's next start has recorded its end."""
+    monkeypatch.setattr(runner, "LOOK_S", 0.0)
 
     def taken(each):
         assert each()
-        srun.SlurmHost("12", "12", 1, ("n3",), None, job.slurm).lock(job.spec).__enter__()
+        job.slurm.restarts = 1
         assert not each()
         return StepEnd(143)
 
     refused(UserError, "Another start of this job has taken the stage over", job.go, taken)
     assert len(job.events("attempt")) == 1 and not job.ends()
-    assert read_json(job.run / "launch/train.lock")["restart"] == 1
 
 
 # ---- elements of arrays
@@ -241,64 +224,3 @@ def test_elements_of_an_array(tmp_path):
     assert end == "stop" and "3 starts in a row" in log
     assert job.go("asked", element=0)[0] == "requeue" and job.ends()[-1] == "preempted requeue"
     assert not (job.stage / "STATE.json").exists()
-
-
-# ---- one job at a time for a stage
-
-
-def hold(job, other, chain=""):
-    write_json(job.run / "launch" / "train.lock", vars(Holder(other, 0, "n7", chain)))
-
-
-@pytest.mark.parametrize("other, chain, state, waited, ends", table(f"""
-    12 -> '' -> RUNNING -> 0 -> false
-    11 -> '' -> PENDING -> 0 -> false
-    11 -> '' -> silent -> {CHAIN_S} -> true
-    11 -> '' -> SUSPENDED -> 0 -> true
-    11 -> before -> COMPLETING -> 0 -> true
-    11 -> c -> COMPLETING -> {CHAIN_S} -> true
-    11 -> c -> ends -> 30 -> false""", str, yaml.safe_load, str, float, yaml.safe_load))
-def test_two_jobs_of_one_stage(job, monkeypatch, other, chain, state, waited, ends):
-    """An earlier start of this job, and a job that was queued again, are gone. A link waits for the end of the one
-    before, but not without end; so does every job while Slurm is silent."""
-    clock = [0.0]
-    hold(job, other, chain)
-    job.slurm.silent, job.slurm.states[other] = state == "silent", "COMPLETING" if state == "ends" else state
-
-    def sleep(seconds):
-        clock[0] += seconds
-        if state == "ends" and clock[0] >= waited:
-            job.slurm.states[other] = "COMPLETED"
-
-    monkeypatch.setattr(host.time, "sleep", sleep)
-    monkeypatch.setattr(host.time, "monotonic", lambda: clock[0])
-    if ends:
-        refused(UserError, "The job 11 on n7 works on train.*so this one does nothing", job.go)
-    else:
-        end, log = job.go("work")
-        assert end == "leave" and ("waits for the end of the job 11 on n7, which works on train" in log) == bool(waited)
-    assert waited <= clock[0] <= waited + RETRY_S
-    assert (job.run / "launch/train.lock").exists() == ends, "another job's lock is left alone"
-
-
-def lock_of(job, *requests):
-    return SlurmHost("12", "12", 0, ("n1",), None, job.slurm, list(requests)).lock(job.spec)
-
-
-def test_a_job_with_a_request_to_end_does_not_wait(job):
-    hold(job, "11", "c")
-    refused(UserError, "The job 11", lock_of(job, 15).__enter__)
-
-
-def test_a_job_that_lost_its_stage_notices_now_and_then(job, monkeypatch):
-    now = 1000.0
-    monkeypatch.setattr(host.time, "monotonic", lambda: now)
-    with lock_of(job) as mine:
-        assert mine.is_ours()
-        mine.path.write_text("{")
-        assert mine.is_ours(at_once=True), "a torn record is nobody's"
-        hold(job, "13")
-        assert mine.is_ours() and not mine.is_ours(at_once=True)
-        now += LOOK_S
-        assert not mine.is_ours()
-    assert mine.path.exists(), "it is another job's"

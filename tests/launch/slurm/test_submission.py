@@ -16,15 +16,16 @@ import yaml
 from drover.launch.plan import Options
 from drover.launch.run_status import continue_command, read_run
 from drover.launch.slurm import submission
+from drover.launch.slurm.chain import mark
 from drover.launch.slurm.nodes import record_failure
-from drover.launch.slurm.submission import planned_snapshot, rehearse_training, take_snapshot, worth_rehearsing
+from drover.launch.slurm.submission import rehearse_training, worth_rehearsing
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json, write_text
-from tests.launch.launcher import commit, git, planned, snapshot_of
+from tests.launch.launcher import commit, copied, git, planned
 from tests.launch.recorded_slurm import NO_CONTROLLER, queue_line
 from tests.refusal import refused, table
 
@@ -33,7 +34,7 @@ TRAIN_ON_FOUR_NODES = """#!/bin/bash
 # Parameters
 #SBATCH --account=physics
 #SBATCH --chdir='{work}'
-#SBATCH --comment=drover:CHAIN:train
+#SBATCH --comment=drover:FOLDER:train
 #SBATCH --constraint=h100
 #SBATCH --cpus-per-task=6
 #SBATCH --dependency=afterok:103,singleton
@@ -94,7 +95,7 @@ def test_the_script_of_training_on_four_nodes(slurm):
     plain = re.sub(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}", "CHAIN", script.read_text())
     setup = re.search("(?s)\nin_setup=[^\n].*\nmodule load cuda\nin_setup=; set [+]e\n", plain)[0]  # see test_options
     plain = plain.replace(setup, "\nmodule load cuda\n")
-    plain = re.sub(r"(name=trial-train-)[0-9a-f]{6}$", r"\1FOLDER", plain, flags=re.MULTILINE)
+    plain = plain.replace(mark(slurm.run), "FOLDER")
     assert plain == TRAIN_ON_FOUR_NODES.format(work=slurm.work, code=code, python=sys.executable)
 
 
@@ -157,7 +158,8 @@ def test_a_run_is_queued_once(slurm):
     assert [job.stage for job in slurm.chain.jobs] == list(STAGES), "every stage has a job"
     slurm.programs.say("squeue", error=NO_CONTROLLER, status=1)
     assert "squeue does not answer" in slurm.accepted("--stage all")
-    slurm.programs.queue("104 RUNNING")
+    slurm.programs.say("squeue", queue_line("104", "RUNNING", name="trial-train",
+                                            comment=f"drover:{mark(slurm.run)}:train"))
     again = slurm.refused("--stage all")
     assert "in the queue already: 104 (trial-train)" in again, "of an earlier submission"
     slurm.programs.say("squeue", queue_line("999", "RUNNING", name="trial-train"))
@@ -286,18 +288,16 @@ def files(folder):
 
 
 def test_a_checkout_is_copied_once_and_again_with_what_was_changed(checkout, tmp_path):
-    planned = planned_snapshot(tmp_path / "run", checkout)
-    assert not (tmp_path / "run").exists(), "planning writes nothing"
-    copy = snapshot_of(tmp_path / "run", checkout)
+    copy = copied(tmp_path / "run", checkout)
     first = {"drover/__init__.py": "D = 1\n", "drover/launch/a.py": "A = 1\n", "drover/pipeline/deep/b.py": "B = 1\n"}
-    assert copy == planned and files(copy) == first
+    assert files(copy) == first
     head = git(checkout, "rev-parse", "HEAD").strip()
     assert read_json(copy / "snapshot.json") == {"commit": head, "changed": False}
     (copy / "drover/launch/a.py").unlink()  # a copy that was never finished, or is being removed
-    assert snapshot_of(tmp_path / "run", checkout) == copy and files(copy) == first
+    assert copied(tmp_path / "run", checkout) == copy and files(copy) == first
     (checkout / "launch/a.py").write_text("A = 2\n")
     (checkout / "pipeline/new.py").write_text("N = 1\n")
-    other = snapshot_of(tmp_path / "run", checkout)
+    other = copied(tmp_path / "run", checkout)
     assert files(copy) == first, "what is edited later does not reach it"
     assert files(other) == {**first, "drover/launch/a.py": "A = 2\n", "drover/pipeline/new.py": "N = 1\n"}
     assert read_json(other / "snapshot.json")["changed"] is True
@@ -305,19 +305,12 @@ def test_a_checkout_is_copied_once_and_again_with_what_was_changed(checkout, tmp
 
 def test_an_installed_package_inside_of_another_repository(checkout, tmp_path):
     """Or a copy: there the folder `drover` holds the files themselves."""
-    before = files(snapshot_of(tmp_path / "run", checkout))
+    before = files(copied(tmp_path / "run", checkout))
     for name, text in before.items():
         write_text(checkout / "runs/copy" / name, text)
-    copy = snapshot_of(tmp_path / "other", checkout / "runs/copy/drover")
+    copy = copied(tmp_path / "other", checkout / "runs/copy/drover")
     assert copy.name.startswith("unversioned-") and files(copy) == before
     assert read_json(copy / "snapshot.json")["commit"] == ""
-
-
-def test_an_edit_after_the_plan_is_refused(checkout, tmp_path):
-    code = planned_snapshot(tmp_path / "run", checkout)
-    (checkout / "launch/a.py").write_text("A = 9\n")
-    refused(UserError, "changed while they were being copied", take_snapshot, code, checkout)
-    assert not (tmp_path / "run").exists()
 
 
 # ---- the rehearsal
