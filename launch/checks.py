@@ -11,7 +11,7 @@ from math import inf
 from pathlib import Path
 
 from drover.launch.credentials import credential_problems
-from drover.launch.describe import Disk, planned_consumption, state_bytes_per_rank
+from drover.launch.describe import Disk, newest_checkpoint, planned_consumption, state_bytes_per_rank
 from drover.launch.plan import Job, Options
 from drover.launch.processes import Environment
 from drover.launch.slurm.options import option_problems, options_of
@@ -25,7 +25,7 @@ from drover.pipeline.contract.stages import STAGES, before
 from drover.pipeline.core.console import counted, first, readable, say
 from drover.pipeline.core.errors import UserError, all_problems, listed, meant, refusals
 from drover.pipeline.data.readers import absent_columns
-from drover.pipeline.records.checkpoints import complete_checkpoints, refuse_shorter, valid_marker
+from drover.pipeline.records.checkpoints import refuse_shorter
 from drover.pipeline.storage.model_hub import hub_folder, names_the_hub
 from drover.pipeline.storage.store import Store, preflight
 
@@ -285,11 +285,10 @@ def _refuse_plan(run: Run, *, forced: bool) -> None:
         from drover.pipeline.data.sampling.consumption import excesses
         if beyond := excesses(train, consumption):
             raise UserError(listed(beyond))
-    for path in () if forced else reversed(complete_checkpoints(run.own_folder("train"))):
-        if (marker := valid_marker(path)) is not None:  # training renames a corrupted one
-            if train.phases or marker.config.get("train", {}).get("phases"):
-                from drover.pipeline.training.checkpoints import changed_future  # imports torch
-                for text in changed_future(path, marker.progress, PhasePlan.of(train)):
-                    say("note", f"plan changed after step {marker.progress.step}: {text}")
-            refuse_shorter(marker.progress.step, train.steps)
-            break
+    if not forced and (newest := newest_checkpoint(run)) is not None:  # training renames a corrupted one
+        path, marker = newest
+        if train.phases or marker.config.get("train", {}).get("phases"):
+            from drover.pipeline.training.checkpoints import changed_future  # imports torch
+            for text in changed_future(path, marker.progress, PhasePlan.of(train)):
+                say("note", f"plan changed after step {marker.progress.step}: {text}")
+        refuse_shorter(marker.progress.step, train.steps)

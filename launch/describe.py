@@ -23,7 +23,7 @@ from drover.pipeline.core.console import counted, draw, duration, first, readabl
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import problems_of
 from drover.pipeline.parallel.stages import largest_share
-from drover.pipeline.records.checkpoints import complete_checkpoints, step_of, valid_marker
+from drover.pipeline.records.checkpoints import Marker, complete_checkpoints, step_of, valid_marker
 from drover.pipeline.records.metrics import TrainingRecords, reordered
 
 if TYPE_CHECKING:
@@ -117,16 +117,24 @@ def training_facts(config: Config, job: Job) -> list[str]:
     return lines
 
 
-def continued_from(run: Run) -> list[str]:
-    """After which step training would continue, if all files of a checkpoint have their sizes; else []."""
+def newest_checkpoint(run: Run) -> tuple[Path, Marker] | None:
+    """The newest checkpoint of training whose files all have their sizes, if there is one."""
     for path in reversed(complete_checkpoints(run.own_folder("train"))):
         if (marker := valid_marker(path)) and not any(problems_of(path, marker.files)):
-            batch = run.config.train.batch_tokens
-            other = marker.config.get("train", {}).get("batch_tokens", batch) != batch
-            return [f"start     after step {step_of(path):,}, if its checkpoint is valid (sizes are compared here, "
-                    f"hashes by `drover verify {run.folder}`)",
-                    *["          its steps had another batch; length and data count all steps with this one"] * other]
-    return []
+            return path, marker
+    return None
+
+
+def continued_from(run: Run) -> list[str]:
+    """After which step training would continue; [] without a checkpoint."""
+    if (newest := newest_checkpoint(run)) is None:
+        return []
+    path, marker = newest
+    batch = run.config.train.batch_tokens
+    other = marker.config.get("train", {}).get("batch_tokens", batch) != batch
+    return [f"start     after step {step_of(path):,}, if its checkpoint is valid (sizes are compared here, hashes by "
+            f"`drover verify {run.folder}`)",
+            *["          its steps had another batch; length and data count all steps with this one"] * other]
 
 
 def consumption_lines(run: Run) -> list[str]:

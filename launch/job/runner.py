@@ -199,7 +199,8 @@ class Runner:
         """
         spec, host = self.spec, self.host
         before = self._newest_step()
-        folder = self._recorded(self._make_folder)
+        folder = self.logs / f"{host.name}.{self.number}"
+        self._recorded(partial(folder.mkdir, parents=True, exist_ok=True))
         self._log("attempt", ranks=spec.ranks or 1, nodes=host.nodes, **{"from": before})
         prune(self.logs, host.name, self.say)
         processes = f"{spec.ranks} ranks on {counted(spec.nodes, 'node')}" if spec.ranks else "one process"
@@ -235,16 +236,6 @@ class Runner:
             self.say(f"{decision.status}: {decision.reason}; starting again")
             host.pause(PAUSE_S, self.tick)
         return decision
-
-    def _make_folder(self) -> Path:
-        """The folder of the next start's logs, to which `latest` points."""
-        folder = self.logs / f"{self.host.name}.{self.number}"
-        folder.mkdir(parents=True, exist_ok=True)
-        link = folder.with_name(f"latest.{folder.name}.tmp")
-        link.unlink(missing_ok=True)
-        link.symlink_to(folder.name)
-        link.replace(folder.with_name("latest"))
-        return folder
 
     def _outcome(self, end: StepEnd, last: Mapping[str, Any] | None = None) -> Outcome:
         """What this start left, or the last one of the job, whose end no runner saw: its record."""

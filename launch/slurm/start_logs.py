@@ -84,8 +84,7 @@ def prune(folder: Path, job: str, say: Say) -> None:
     job: the job that starts. The elements of an array run at the same time: each prunes the starts of its own index.
     """
     index = job.partition("_")[2]
-    starts = [path for path in folder.glob("*.*") if not path.is_symlink()
-              and path.name.partition(".")[0].partition("_")[2] == index]
+    starts = [path for path in folder.glob("*.*") if path.name.partition(".")[0].partition("_")[2] == index]
     with suppress(OSError):
         starts.sort(key=lambda path: path.stat().st_mtime)
         if old := starts[:-KEPT]:

@@ -246,7 +246,7 @@ class Training(OnCluster):
 
     def output(self) -> str:
         """What the first node's ranks of the newest start printed."""
-        return (self.run / "logs/train/latest/node0.log").read_text()
+        return (self.run / "logs/train/{job}.{start}/node0.log".format(**self.starts[-1])).read_text()
 
     # ---- the end
 
