@@ -42,7 +42,6 @@ class Options:
     chain: id of a submission to Slurm; what is forced is forced once for it.
     code: where the jobs' code is. code_files: what is to be written there.
     exclude: nodes that failed, which jobs on Slurm leave out besides those that the configuration names.
-    show_done: stages that are done are planned as if they were not, to be shown.
     """
 
     cluster: Literal["local", "slurm"]
@@ -56,7 +55,6 @@ class Options:
     code: str = str(IMPORTED_FROM)
     code_files: Mapping[str, bytes] = field(default_factory=dict)
     exclude: tuple[str, ...] = ()
-    show_done: bool = False
 
 
 OPTIONS = ("account", "qos", "constraint")
@@ -83,7 +81,6 @@ class Job(JobSpec):
     dependencies: keys of the planned jobs that must end well before; those implied by others are left out.
     follows: key of the job of the same stage that must end before, well or not.
     contained: a container starts the stage.
-    shown: it is planned although it is done.
     """
 
     key: str
@@ -96,7 +93,6 @@ class Job(JobSpec):
     dependencies: tuple[str, ...] = ()
     follows: str = ""
     contained: bool = False
-    shown: bool = False
 
     @property
     def own_python(self) -> bool:
@@ -111,7 +107,7 @@ class Job(JobSpec):
     @property
     def to_run(self) -> bool:
         """Whether there is anything to do."""
-        return self.forced or self.shown or self.state.kind != "done"
+        return self.forced or self.state.kind != "done"
 
 
 def plan(config: Config, run: Run, stages: list[str], options: Options) -> list[Job]:
@@ -125,10 +121,10 @@ def plan(config: Config, run: Run, stages: list[str], options: Options) -> list[
         state = run.state(stage)
         needed = [need for need in STAGES[stage].needs if need in running]
         nearest = [need for need in needed if need not in before(needed, through=running)]
-        if state.kind in ("done", "absent") and nearest and not options.show_done:
+        if state.kind in ("done", "absent") and nearest and not options.force:
             state = State("absent")
         job = Job(
-            key=stage, state=state, forced=options.force, shown=options.show_done, dependencies=tuple(nearest),
+            key=stage, state=state, forced=options.force, dependencies=tuple(nearest),
             chain=options.chain, run=str(config.folder.absolute()), code=options.code, name=f"{config.name}-{stage}",
             stage=stage,
             command=((slurm and config.launch.python) or sys.executable, "-m", STAGES[stage].module, "--config", file,

@@ -101,7 +101,7 @@ def _launch(options: argparse.Namespace) -> int:
     jobs = plan(config, run, stages, requested)
     nothing = not any(job.to_run for job in jobs)
     commands = showing and options.commands
-    shown = plan(config, run, stages, replace(requested, show_done=True)) if commands and nothing else jobs
+    shown = plan(config, run, stages, replace(requested, force=True)) if commands and nothing else jobs
     invalid = configuration_problems(config, jobs, local=local or not showing)
     if not showing:
         problems += absence(run, jobs)
@@ -124,7 +124,7 @@ def _launch(options: argparse.Namespace) -> int:
             rehearse_training(run, jobs, requested)
         if nothing:
             echo("nothing to do: all asked stages are done",
-                 *["Each would be started like this, if it were not:\n"] * commands)
+                 *["With --force each would be started like this:\n"] * commands)
         if commands:
             _show(config, shown, local=local)
         return 0

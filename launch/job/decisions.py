@@ -34,7 +34,6 @@ class Outcome:
         again: the job had started the stage before.
         fruitless: starts in a row, with this one, that brought no new checkpoint.
         others: nodes were lost, and the job has enough others.
-        seen: the runner saw its end. Otherwise Slurm has queued the job again: without a cause, nothing failed.
     """
 
     state: StageState | None = None
@@ -45,7 +44,6 @@ class Outcome:
     again: bool = False
     fruitless: int = 0
     others: bool = False
-    seen: bool = True
 
 
 @dataclass(frozen=True)
@@ -75,27 +73,20 @@ def decide(outcome: Outcome, spec: JobSpec) -> Decision:
         return Decision("leave", "done", "done")
     if state and status == "failed":
         return Decision("stop", "failed", state.reason or "the stage gave up")
-    if state and status == "preempted" and outcome.seen:
+    if state and status == "preempted":
         return _preempted(state, spec, stopping=outcome.stopping)
     if outcome.stopping:
         return Decision("stop", "crashed", f"{end.cause}, and a request to end came") if end.lost else STOPPED
     # What an earlier start did not refuse is a trace of its end, such as a lock that a slow file system still holds.
     if end.exit_code == UserError.exit_status and not outcome.again:
         return Decision("stop", "failed", end.cause or "the stage refused to start", final=True)
-    failure = "hung" if outcome.hang else "crashed"
-    reason = outcome.hang or end.cause
-    if not reason and outcome.seen:
-        reason = f"ended with exit status {end.status} without a word" if end.status else NOTHING
-    elif not reason:
-        failure = REQUEUED
-        reason = "Slurm took the job from its nodes and queued it again (preempted, or requeued from outside)"
-    if status == "preempted":
-        failure = "preempted"
-    elif failure != REQUEUED and outcome.fruitless > spec.max_restarts:
-        return _given_up(failure, reason, outcome.fruitless, spec)
+    unknown = f"ended with exit status {end.status} without a word" if end.status else NOTHING
+    decision = Decision("restart", "hung" if outcome.hang else "crashed", outcome.hang or end.cause or unknown)
+    if outcome.fruitless > spec.max_restarts:
+        return given_up(decision, outcome.fruitless, spec)
     if (end.started or outcome.others) and not end.abandoned:
-        return Decision("restart", failure, reason)
-    return requeue(failure, reason, spec)
+        return decision
+    return requeue(decision.status, decision.reason, spec)
 
 
 def requeue(status: str, reason: str, spec: JobSpec) -> Decision:
@@ -160,8 +151,9 @@ def _preempted(state: StageState, spec: JobSpec, *, stopping: bool) -> Decision:
     return Decision("stop", "preempted", reason if stopping else f"{reason}; the same command continues from there")
 
 
-def _given_up(status: str, last: str, count: int, spec: JobSpec) -> Decision:
+def given_up(last: Decision, count: int, spec: JobSpec) -> Decision:
+    """The end of the stage after so many starts in a row without a new checkpoint. last: about the last of them."""
     reason = f"given up after {count} starts in a row without a new checkpoint (launch.max_restarts=" \
-             f"{spec.max_restarts}); the last one: {last}"
+             f"{spec.max_restarts}); the last one: {last.reason}"
     # After the first start nothing was given up: no restart is allowed.
-    return Decision("stop", status, last if count == 1 else reason, final=True)
+    return replace(last, action="stop", reason=last.reason if count == 1 else reason, final=True)

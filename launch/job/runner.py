@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from drover.launch.job.decisions import (
+    REQUEUED,
     STOPPED,
     Decision,
     Outcome,
     decide,
     fruitless,
+    given_up,
     requeue,
     without_bad_nodes,
     without_requeue,
@@ -148,13 +150,16 @@ class Runner:
         cause = "its runner was killed (out of memory, perhaps)" if killed else ""
         if down:
             cause = f"lost {', '.join(f'{node} ({state})' for node, state in down.items())}"
-        decision = decide(self._outcome(StepEnd(1, cause), last), self.spec)
-        if decision.action in ("restart", "leave"):  # Slurm has queued it again; of a done stage an upload may be left
-            decision = replace(decision, action="requeue")
+        state = self._final_state(last["start"])
+        # Of a stage that is done an upload may be left.
+        status = state.status if state and state.status in ("done", "preempted") else "crashed" if cause else REQUEUED
+        decision = Decision("requeue", status, cause or "Slurm took the job from its nodes and queued it again")
+        if status == "crashed" and (count := self._fruitless()) > self.spec.max_restarts:
+            decision = given_up(decision, count, self.spec)
         self.say(f"the start before this one ended without a word of its runner: {decision.reason}")
-        self._log("ended", restart=last["restart"], start=last["start"], status=decision.status,
-                  reason=decision.reason, step=self._newest_step(), next=decision.action)
-        return None if decision.action == "requeue" else decision
+        self._log("ended", restart=last["restart"], start=last["start"], status=status, reason=decision.reason,
+                  step=self._newest_step(), next=decision.action)
+        return decision if decision.final else None
 
     def _preflight(self) -> Decision | None:
         """Test the nodes.
@@ -237,15 +242,17 @@ class Runner:
             host.pause(PAUSE_S, self.tick)
         return decision
 
-    def _outcome(self, end: StepEnd, last: Mapping[str, Any] | None = None) -> Outcome:
-        """What this start left, or the last one of the job, whose end no runner saw: its record."""
-        crash = {"event": "ended", "status": "crashed", "step": self._newest_step()}
+    def _outcome(self, end: StepEnd) -> Outcome:
+        """What this start left."""
         return Outcome(
-            state=self._final_state(last["start"] if last else self.number),
-            committed=read_manifest(self.spec.folder) is not None, end=end, hang="" if last else self._hang(),
-            stopping=self.stopping, again=[event["event"] for event in self._events(own=True)].count("attempt") > 1,
-            fruitless=fruitless([*self._events(), crash]), seen=last is None,
-            others=bool(end.lost) and self.host.has_others(self.spec))
+            state=self._final_state(self.number), committed=read_manifest(self.spec.folder) is not None, end=end,
+            hang=self._hang(), stopping=self.stopping,
+            again=[event["event"] for event in self._events(own=True)].count("attempt") > 1,
+            fruitless=self._fruitless(), others=bool(end.lost) and self.host.has_others(self.spec))
+
+    def _fruitless(self) -> int:
+        """How many starts in a row, with the last one, brought no new checkpoint, if the last one failed."""
+        return fruitless([*self._events(), {"event": "ended", "status": "crashed", "step": self._newest_step()}])
 
     def _with_cause(self, end: StepEnd) -> StepEnd:
         """The end with what the first rank that failed said last if it exited by itself, or that it used up the

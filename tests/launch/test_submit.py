@@ -78,7 +78,7 @@ def test_finished_resumable_and_changed_stages(launcher):
     requested, changed = "--stage shard,tokenizer,encode --dry-run", "encode.dtype: \"auto\" -> \"uint32\""
     other, again = f"{requested} encode.dtype=uint32", launcher.accepted(requested)
     done = "nothing to do: all asked stages are done"
-    assert rows(again)["encode"] == "done 2 processes tokenizer" and done in again
+    assert rows(again)["encode"] == "rebuild (now done) 2 processes tokenizer" and done in again
     assert "-m drover.pipeline.encode" in again
     assert rows(launcher.accepted("--stage all --dry-run"))["encode"] == "done"
     seen = launcher.call("--config", "config.yaml", "--cluster", "slurm", program=submit.show_plan).stdout

@@ -49,11 +49,6 @@ requeue preempted
 restart crashed
     one hang too many -> running -> {{status: 0}} -> {{hang: rank 2 is late, fruitless: 4}} -> \
 {{later_links: true}} -> stop hung
-    nobody saw that it was done -> running -> {{status: 1}} -> {{seen: false, committed: true}} -> {{}} -> leave done
-    nobody saw how it was preempted -> cancelled -> {{status: 1}} -> {{seen: false, fruitless: 9}} -> {{}} -> \
-restart preempted
-    Slurm queued it again -> running -> {{status: 1}} -> {{seen: false, fruitless: 9}} -> {{}} -> restart requeued
-    it lost its nodes too often -> running -> {{status: 137}} -> {{seen: false, fruitless: 4}} -> {{}} -> stop crashed
     Slurm may still run the tasks, so there is no second gang -> running -> {{status: 137, abandoned: true}} -> \
 {{fruitless: 1}} -> {{}} -> requeue crashed""", str, *[yaml.safe_load] * 4))
 def test_the_table(why, state, end, outcome, rules, expected):
