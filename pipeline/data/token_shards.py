@@ -27,6 +27,8 @@ from drover.pipeline.core.files import Count, atomic_file, refuse_irregular
 
 FORMAT = 1
 KEY_BYTES = 16
+KEPT = 32_768
+"""Most documents of a shard whose offsets are kept in memory while it is open."""
 BLOCK = 512
 """Document offsets that are read at once where they are looked up in the file: 4 KiB."""
 _FIX = "Run --stage encode again: it makes only what is missing or cut (delete the file first if its size is right)."
@@ -98,19 +100,24 @@ class TokenShard:
 
     def document_starts(self, start: int, stop: int) -> NDArray[np.int64]:
         """The positions within [start, stop) at which documents begin, ascending."""
-        at = self._first_from(start)
-        result = [np.empty(0, np.int64)]
-        while at < self.documents:
-            block = self._valid(self._read_offsets(at, min(at + BLOCK, self.documents)), start, self.token_count)
-            result.append(block[:np.searchsorted(block, stop)])
-            if len(result[-1]) < len(block):
-                break
-            at += len(block)
-        return np.unique(np.concatenate(result))  # a document without tokens begins where the next one does
+        if self.documents <= KEPT:
+            first, last = self._starts.searchsorted((start, stop))
+            return self._starts[first:last]
+        at, starts = self._first_from(start)
+        while (end := at + len(starts)) < self.documents and (not len(starts) or starts[-1] < stop):
+            more = self._read_offsets(end, min(end + max(BLOCK, len(starts)), self.documents))
+            starts = self._valid(np.concatenate([starts, more]), start, self.token_count)
+        starts = starts[:starts.searchsorted(stop)]
+        return starts if len(starts) < 2 else np.unique(starts)
+
+    @cached_property
+    def _starts(self) -> NDArray[np.int64]:
+        """Where documents begin, ascending; one without tokens begins where the next one does."""
+        return np.unique(self.read_offsets()[:-1])
 
     def document_at(self, position: int) -> int:
         """Number of the document that the token at `position` belongs to."""
-        return self._first_from(position + 1) - 1
+        return self._first_from(position + 1)[0] - 1
 
     def document_span(self, index: int) -> tuple[int, int]:
         """Where a document's tokens begin and end."""
@@ -156,8 +163,9 @@ class TokenShard:
                             f"that its manifest lists: its content was changed. {_FIX}")
         return offsets
 
-    def _first_from(self, position: int) -> int:
-        """Number of the first document that begins at `position` or later; how many there are, if none does.
+    def _first_from(self, position: int) -> tuple[int, NDArray[np.int64]]:
+        """Number of the first document that begins at `position` or later (how many there are, if none does), and where
+        it and some of those behind it begin, as far as this was read.
 
         The offsets of a shard grow about evenly, so a block around the place where `position` would be then mostly has
         it; where it has not, what is left is narrowed by turns from there and from the middle.
@@ -174,8 +182,9 @@ class TokenShard:
             elif block[-1] < position:
                 low, below = at + len(block), int(block[-1])
             else:
-                return at + int(np.searchsorted(block, position))
-        return low
+                before = int(block.searchsorted(position))
+                return at + before, block[before:]
+        return low, np.empty(0, np.int64)
 
     @cached_property
     def _ends(self) -> NDArray[np.int64]:

@@ -53,14 +53,15 @@ def test_training_and_arrow_read_the_same(tmp_path, dtype):
 
 
 @given(lengths=st.lists(st.integers(0, 30) | st.just(4000), max_size=60), data=st.data(),
-       block=st.sampled_from([1, 2, 5, 512]))
-def test_documents_are_found_wherever_they_begin(tmp_path_factory, monkeypatch, lengths, data, block):
+       block=st.sampled_from([1, 2, 5, 512]), kept=st.sampled_from([0, token_shards.KEPT]))
+def test_documents_are_found_wherever_they_begin(tmp_path_factory, monkeypatch, lengths, data, block, kept):
     documents = np.split(np.arange(sum(lengths)) % 65_536, np.cumsum(lengths)[:-1]) if lengths else []
     shard = make(tmp_path_factory.mktemp("shard"), documents)
     start = data.draw(st.integers(0, shard.token_count))
     stop = data.draw(st.integers(start, shard.token_count))
     spans = list(pairwise([0, *np.cumsum(lengths, dtype=int).tolist()]))
     monkeypatch.setattr(token_shards, "BLOCK", block)
+    monkeypatch.setattr(token_shards, "KEPT", kept)
     assert shard.tokens(start, stop).tolist() == (np.arange(start, stop) % 65_536).tolist()
     assert shard.document_starts(start, stop).tolist() == sorted({begin for begin, _ in spans if start <= begin < stop})
     if start < shard.token_count:
