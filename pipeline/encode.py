@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import compress
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
@@ -23,6 +22,7 @@ from drover.pipeline.contract.inputs import gathered
 from drover.pipeline.contract.workers import Task
 from drover.pipeline.core.errors import UnusableInputError, UserError, installed_version, listed
 from drover.pipeline.core.files import Record, output_record, read_json
+from drover.pipeline.data.counts import total
 from drover.pipeline.data.documents import digest, validation_below
 from drover.pipeline.data.streams import Input, Piece
 from drover.pipeline.data.text_shards import SPLITS, TextRecord, read_texts, shard_name, shard_records
@@ -73,23 +73,25 @@ Proved = dict[int, tuple[str, NDArray[np.uint32]]]
 """The documents of a shard to verify, by number: text, and ids without BOS and EOS."""
 
 
-class ShardToEncode(TypedDict):
-    """A text shard to encode: the places of the folders of shards and tokenizer, its record, the vocabulary's hash."""
+class EncodingTask(TypedDict):
+    """What all tasks have: the tokenizer's folder, its vocabulary's hash, and the type of stored tokens."""
+
+    tokenizer: str
+    sha256: str
+    dtype: str
+
+
+class ShardToEncode(EncodingTask):
+    """A text shard to encode: the place of the folder of shards, and its record."""
 
     shards: str
-    tokenizer: str
     record: TextRecord
-    sha256: str
-    dtype: str
 
 
-class TokensToTake(TypedDict):
-    """A part of a file of tokens: the place of the tokenizer's folder, its hash, and the type of stored tokens."""
+class TokensToTake(EncodingTask):
+    """A part of a file of tokens."""
 
     unit: TokenUnit
-    tokenizer: str
-    sha256: str
-    dtype: str
 
 
 def encode(work: Work) -> None:
@@ -107,28 +109,27 @@ def encode(work: Work) -> None:
     work.say(f"{text_bytes(records) / 1e6:.1f} MB in {len(records)} shards, "
              f"{vocabulary['kind']} vocabulary of {vocabulary['size']:,}, {dtype}")
     fast = bool(records) and admitted(work, tokenizer, made, shards, validation)
-    tasks = [Task(shard_name(record).replace("/", "-"), ShardToEncode(
-        shards=place(shards, work.folder), tokenizer=place(tokenizer, work.folder), record=record,
-        sha256=vocabulary["sha256"], dtype=dtype)) for record in records]
+    shared = {"tokenizer": place(tokenizer, work.folder), "sha256": vocabulary["sha256"], "dtype": dtype}
+    folder = place(shards, work.folder)
+    tasks = [Task(shard_name(record).replace("/", "-"), {"shards": folder, "record": record, **shared})
+             for record in records]
     units = token_units(work.config.encode.sources, work.listing())
-    tasks += [Task(f"tokens-{unit['name']}", TokensToTake(
-        unit=unit, tokenizer=place(tokenizer, work.folder), sha256=vocabulary["sha256"], dtype=dtype))
-              for unit in units]
+    tasks += [Task(f"tokens-{unit['name']}", {"unit": unit, **shared}) for unit in units]
     # The encoder is not part of a task's identity: all encoders make the same shards.
     every = work.run_pass("encode", tasks, partial(make_shards, fast=fast), "shards")
     done = every[:len(records)]
     taken = every[len(records):]
     outputs = [output for record in every for output in record["outputs"]]
     counts = counted(outputs)
-    total = counts["total"]
-    work.say(f"{total['tokens']:,} tokens of {total['docs']:,} documents, "
-             f"{total['text_bytes'] / max(1, total['tokens'] - 2 * total['docs']):.3f} bytes per token of text")
+    sums = counts["total"]
+    work.say(f"{sums['tokens']:,} tokens of {sums['docs']:,} documents, "
+             f"{sums['text_bytes'] / max(1, sums['tokens'] - 2 * sums['docs']):.3f} bytes per token of text")
     strange = outliers([record["outputs"][0] for record in done], read_json(tokenizer / "report.json"))
     for text in warnings(strange):
         work.say(text)
     counts |= {"rare_ids": {**{name: sum(output[name] for output in outputs) for name in RARE}, "outliers": strange},
                "dtype": dtype, "vocab_size": vocabulary["size"], "tokenizer_sha256": vocabulary["sha256"],
-               "encoders": _encoders(work, fast, done), **({"taken": _taken(work, units, taken)} if units else {})}
+               "encoders": _encoders(work, fast, done), "taken": _taken(work, units, taken)}
     if (url := work.config.encode.copy_to) is not None:
         from drover.pipeline.data.remote_tokens import upload_shards
 
@@ -159,10 +160,9 @@ def _taken(work: Work, units: Sequence[TokenUnit], taken: Sequence[Record]) -> d
 
 
 def _encoders(work: Work, fast: bool, done: Sequence[Record]) -> Record:
-    """The manifest's record of the encoder, and of how many shards each encoder has made. Prints a warning about shards
-    in which the reference replaced the fast encoder."""
+    """The manifest's record of the encoder. Prints a warning about shards in which the reference replaced the fast
+    encoder."""
     fallbacks = [record for record in done if record["fallback"]]
-    by_fast = sum(record["encoder"] == "fast" for record in done)
     if fallbacks:
         first = fallbacks[0]
         work.say(f"WARNING: {NAME} gave {first['fallback']} in {first['outputs'][0]['path']}: the reference encoded "
@@ -170,7 +170,7 @@ def _encoders(work: Work, fast: bool, done: Sequence[Record]) -> Record:
                  f"verified documents are known to be right. To be sure, set encode.encoder to reference and run with "
                  f"--force. Please report it")
     return {"encoder": NAME if fast else "reference", "version": installed_version(NAME) if fast else None,
-            "fast_shards": by_fast, "reference_shards": len(done) - by_fast, "fallback_shards": len(fallbacks)}
+            "fallback_shards": len(fallbacks)}
 
 
 def chosen_dtype(settings: EncodeConfig, vocab_size: int) -> str:
@@ -205,43 +205,41 @@ def take_tokens(folder: Path, payload: TokensToTake) -> Record:
     kind = np.min_scalar_type(max(256, tokenizer.size - 1)).name  # uint16 or uint32
     separators = [tokenizer.bos_id, tokenizer.eos_id, *source["separators"]]
     below = validation_below(unit["validation_share"])
-    splits: dict[str, list[Encoded]] = {split: [] for split in SPLITS}
+    parts: dict[str, list[Encoded]] = {split: [] for split in SPLITS}
     sums = Counter(dict.fromkeys(TAKEN, 0))
     example = ""
     try:
         inputs = [Input(own) for own in (piece, *(Piece(**other) for other in unit["beside"]))]
         for block in read_tokens(Path(piece.path), piece.start, piece.stop, source["dtype"].replace("auto", kind),
                                  source["column"], separators):
-            every = block[0]
             ids, lengths = split_documents(block, separators)
             if len(beyond := ids[(ids < 0) | (ids >= tokenizer.used)]):
                 raise UserError(f"{piece.path} has the id {beyond[0]}, but the vocabulary of tokenizer.path has "
                                 f"{tokenizer.used:,} ids. The file was made with another tokenizer, or its ids are not "
-                                f"{every.dtype.name}: correct tokenizer.path, or the source's `dtype`.")
-            sums.update(ids=len(every), separators=len(every) - len(ids), docs=len(lengths))
-            if not len(lengths):
-                continue
-            documents = np.split(ids.astype(kind), np.cumsum(lengths)[:-1])
-            example = example or _sampled(documents, tokenizer, sums)
-            digests = [digest(document.data) for document in documents]
-            high = np.frombuffer(b"".join(digests), ">u8")[::2]
-            for split, chosen in (("validation", high < below), (unit["split"], high >= below)):
-                own = ids[np.repeat(chosen, lengths)]
-                if len(own):
-                    ends = ends_of(lengths[chosen])
-                    splits[split].append(Encoded(
-                        between(own.astype(payload["dtype"]), ends, tokenizer), lengths[chosen] + 2,
-                        text.sizes(own, ends[:-1]).tolist(), [key.hex() for key in compress(digests, chosen)]))
+                                f"{ids.dtype.name}: correct tokenizer.path, or the source's `dtype`.")
+            sums.update(ids=len(block[0]), separators=len(block[0]) - len(ids), docs=len(lengths))
+            documents = np.split(ids.astype(kind), np.cumsum(lengths))[:-1]
+            if documents:
+                example = example or _sampled(documents, tokenizer, sums)
+            chosen: dict[str, list[tuple[bytes, NDArray[Any]]]] = {split: [] for split in SPLITS}
+            for document in documents:
+                key = digest(document.data)
+                is_validation = int.from_bytes(key[:8], "big") < below
+                chosen["validation" if is_validation else unit["split"]].append((key, document))
+            for split, own in chosen.items():
+                if own:
+                    ids = np.concatenate([document for _, document in own])
+                    offsets = ends_of([len(document) for _, document in own])
+                    parts[split].append(Encoded.of_documents(
+                        ids.astype(payload["dtype"]), offsets, text.sizes(ids, offsets[:-1]).tolist(),
+                        [key.hex() for key, _ in own], tokenizer))
         records = [own.record() for own in inputs if piece.start == 0 or own is inputs[0]]
     except OSError as error:
         raise UserError(f"{piece.path} cannot be read: {error}. Put it back or make it readable, and run the stage "
                         f"again.") from None
-    outputs = []
-    for split, parts in splits.items():
-        if parts:
-            outputs.append(_write(folder, f"{split}/{unit['name']}", Encoded.of(parts), tokenizer, split=split,
-                                  source=source["name"], input=f"{piece.name}@{piece.start}"))
-            prove(folder / outputs[-1]["path"], outputs[-1], None, tokenizer, {})
+    outputs = [_write(folder, f"{split}/{unit['name']}", Encoded.of(own), tokenizer, split=split,
+                      source=source["name"], input=f"{piece.name}@{piece.start}")
+               for split, own in parts.items() if own]
     assert sums["ids"] == sums["separators"] + sum(own["tokens"] - 2 * own["docs"] for own in outputs), unit
     return {"outputs": outputs, "inputs": records, "example": example, **sums}
 
@@ -264,31 +262,29 @@ def encode_shard(folder: Path, payload: ShardToEncode, fast: bool = False) -> Re
     source = payload["record"]
     shards, vocabulary = placed(folder, payload["shards"]), placed(folder, payload["tokenizer"])
     reference = _tokenizer(vocabulary, payload["sha256"])
-    problem = ""
-    if fast:
-        try:
-            result = encoded(shards, source, _fast(reference, vocabulary), reference, payload["dtype"])
-        except EncoderError as error:
-            problem = str(error)
-    if problem or not fast:
-        try:
-            result = encoded(shards, source, reference, reference, payload["dtype"])
-        except EncoderError as error:
-            raise UserError(f"{shards / source['path']}: the tokenizer's own batches give {error}. Please report "
-                            f"it; it does not depend on encode.encoder.") from None
-    record = _write(folder, shard_name(source), result, reference, split=source["split"], source=source["source"],
-                    input=source["path"], input_sha256=source["sha256"])
-    prove(folder / record["path"], record, source, reference, result.proved)
-    return {"outputs": [record], "encoder": "reference" if problem or not fast else "fast", "fallback": problem}
+    try:
+        result = encoded(shards, source, _fast(reference, vocabulary) if fast else reference, reference,
+                         payload["dtype"])
+    except EncoderError as error:
+        if fast:
+            return {**encode_shard(folder, payload), "fallback": str(error)}
+        raise UserError(f"{shards / source['path']}: the tokenizer's own batches give {error}. Please report "
+                        f"it; it does not depend on encode.encoder.") from None
+    record = _write(folder, shard_name(source), result, reference, source, split=source["split"],
+                    source=source["source"], input=source["path"], input_sha256=source["sha256"])
+    return {"outputs": [record], "fallback": ""}
 
 
-def _write(folder: Path, name: str, result: Encoded, tokenizer: Tokenizer, **origin: str) -> Record:
-    """Write a token shard; its output record, with the fields of `origin`."""
+def _write(folder: Path, name: str, result: Encoded, tokenizer: Tokenizer, made_of: TextRecord | None = None,
+           **origin: str) -> Record:
+    """Write a token shard, read it back and verify it. Returns its output record, with the fields of `origin`."""
     path = folder / f"{name}.arrow"
     content = write_shard(path, result.tokens, ends_of(result.lengths), result.text_bytes, result.keys, metadata={
         "tokenizer_sha256": tokenizer.sha256, "vocab_size": str(tokenizer.size), "bos_id": str(tokenizer.bos_id),
         "eos_id": str(tokenizer.eos_id)})
-    return output_record(folder, path, **origin, **content, **rare_counts(result.tokens, tokenizer))
+    record = output_record(folder, path, **origin, **content, **rare_counts(result.tokens, tokenizer))
+    prove(path, record, made_of, tokenizer, result.proved)
+    return record
 
 
 @dataclass
@@ -305,22 +301,23 @@ class Encoded:
     proved: Proved = field(default_factory=dict)
 
     @classmethod
+    def of_documents(cls, ids: NDArray[Any], offsets: NDArray[np.int64], text_bytes: list[int], keys: list[str],
+                     tokenizer: Tokenizer) -> Encoded:
+        """Put BOS and EOS around documents. offsets: where each begins among the ids, and where the last one ends."""
+        places = np.column_stack([offsets[:-1], offsets[1:]]).ravel()
+        edges = np.array([tokenizer.bos_id, tokenizer.eos_id], ids.dtype)
+        return cls(np.insert(ids, places, np.tile(edges, len(keys))), np.diff(offsets) + 2, text_bytes, keys)
+
+    @classmethod
     def of(cls, parts: Sequence[Encoded]) -> Encoded:
         """The documents of all parts."""
         return cls(np.concatenate([part.tokens for part in parts]), np.concatenate([part.lengths for part in parts]),
                    [size for part in parts for size in part.text_bytes], [key for part in parts for key in part.keys])
 
 
-def ends_of(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def ends_of(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     """Where documents of these lengths begin, one after another, and where the last one ends."""
     return np.concatenate([[0], np.cumsum(lengths)])
-
-
-def between(ids: NDArray[Any], offsets: NDArray[np.int64], tokenizer: Tokenizer) -> NDArray[Any]:
-    """The ids of documents, each between BOS and EOS. offsets: where each begins, and where the last one ends."""
-    places = np.column_stack([offsets[:-1], offsets[1:]]).ravel()
-    edges = np.array([tokenizer.bos_id, tokenizer.eos_id], ids.dtype)
-    return np.insert(ids, places, np.tile(edges, len(offsets) - 1))
 
 
 def encoded(shards: Path, source: TextRecord, encoder: Tokenizer, reference: Tokenizer,
@@ -340,8 +337,8 @@ def encoded(shards: Path, source: TextRecord, encoder: Tokenizer, reference: Tok
         for number in chosen:
             if 0 <= (at := number - done) < len(batch.texts):
                 proved[number] = batch.texts[at], ids[offsets[at]:offsets[at + 1]].copy()
-        parts.append(Encoded(between(ids.astype(dtype), offsets, reference), np.diff(offsets) + 2, batch.lengths,
-                             [key.partition("-")[0] for key in batch.keys]))  # equal texts, if kept, have equal keys
+        keys = [key.partition("-")[0] for key in batch.keys]  # equal texts, if kept, have equal keys
+        parts.append(Encoded.of_documents(ids.astype(dtype), offsets, batch.lengths, keys, reference))
         done += len(batch.texts)
     result = Encoded.of(parts)
     left = max(PROVED_BYTES, source["text_bytes"] // PROVED_SHARE)
@@ -395,13 +392,11 @@ def prove(path: Path, record: Record, source: TextRecord | None, tokenizer: Toke
 
 def counted(records: Iterable[Record]) -> Record:
     """Documents, text bytes and tokens of token shards: for each split and source, and in total."""
-    counts: Record = {"total": dict.fromkeys(COUNTED, 0), "splits": {}}
+    result: Record = {"total": dict.fromkeys(COUNTED, 0), "splits": {}}
     for record in records:
-        own = counts["splits"].setdefault(record["split"], {}).setdefault(record["source"], dict.fromkeys(COUNTED, 0))
-        for sums in (own, counts["total"]):
-            for name in COUNTED:
-                sums[name] += record[name]
-    return counts
+        own = {name: record[name] for name in COUNTED}
+        result = total([result, {"total": own, "splits": {record["split"]: {record["source"]: own}}}])
+    return result
 
 
 @lru_cache(maxsize=1)
