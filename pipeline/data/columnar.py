@@ -7,7 +7,6 @@ Arrow file is read whole.
 from __future__ import annotations
 
 import io
-import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +39,7 @@ def check_columns(present: list[str], source: FilesSource) -> list[str]:
     wanted = wanted_columns(source) or present
     if missing := [name for name in wanted if not has_column(present, name)]:
         raise UnusableColumnsError(f"no column named {', '.join(missing)}; the columns are "
-                                   f"{', '.join(present) or 'none'}{other_delimiter(present)}")
+                                   f"{', '.join(present) or 'none'}")
     if unclear := [name for name in wanted if present.count(_column(present, name)) > 1]:
         raise UnusableColumnsError(f"more than one column named {', '.join(unclear)}; the columns are "
                                    f"{', '.join(present)}")
@@ -55,13 +54,6 @@ def _column(present: list[str], name: str) -> str:
 def has_column(present: list[str], name: str) -> bool:
     """Whether a field has a column."""
     return _column(present, name) in present
-
-
-def other_delimiter(present: list[str]) -> str:
-    """A hint where the one column of a CSV file has the delimiter of another dialect in its name; else empty."""
-    result = next((own for own in "\t;|," if own in present[0]), "") if len(present) == 1 else ""
-    return f" (if they are separated by {json.dumps(result)}, set the source's `delimiter: {json.dumps(result)}`)" \
-        if result else ""
 
 
 def stored_columns(data: Any, kind: str) -> list[str]:
@@ -240,7 +232,7 @@ def _rows(batch: Any, first: int, file: Input, source: FilesSource, size: int) -
             yield place, row
 
 
-def _size(row: dict[str, Any], field: str, average: int) -> tuple[int, bool]:
+def _size(row: dict[str, Any], field: str, average: int) -> int:
     """About how many bytes a row has: those of its text, or of an average row if that is more."""
     text = value_in(row, field)
-    return max(average, len(text) if isinstance(text, (str, bytes)) else 0), False
+    return max(average, len(text) if isinstance(text, (str, bytes)) else 0)

@@ -36,12 +36,10 @@ class FileRead:
         lost: it was not read to its end.
         reason: why the first of them is none.
         separated: whether the source's separator occurs in it; None where there is none to look for.
-        other_separator: another spelling of the separator that it holds.
         records_in: the field in which the file's records stand, where they are wrapped in one.
         more_records: a field of its first record that holds a list of such records.
         passed_over: records of a WARC file that are no pages, by what they are instead.
         truncated: pages that the crawler cut.
-        joined_rows: so many records of a CSV file have a value that holds what looks like rows.
     """
 
     source: str
@@ -53,10 +51,8 @@ class FileRead:
     lost: bool = False
     reason: str = ""
     separated: bool | None = None
-    other_separator: str = ""
     records_in: str = ""
     more_records: str = ""
-    joined_rows: int = 0
     truncated: int = 0
     passed_over: dict[str, int] | None = None
 
@@ -76,9 +72,9 @@ class FileRead:
 
     def add(self, part: dict[str, Any]) -> None:
         """Add what was recorded of a part of it."""
-        for name in ("documents", "rejected", "lost_bytes", "joined_rows", "truncated"):
+        for name in ("documents", "rejected", "lost_bytes", "truncated"):
             setattr(self, name, getattr(self, name) + part.get(name, 0))
-        for name in ("lost", "separated", "reason", "other_separator", "records_in", "more_records"):
+        for name in ("lost", "separated", "reason", "records_in", "more_records"):
             setattr(self, name, getattr(self, name) or part.get(name, getattr(self, name)))
         self.lost_bytes = min(self.bytes, self.lost_bytes)
         self.passed_over = total([self.passed_over or {}, part.get("passed_over") or {}])
@@ -152,10 +148,6 @@ def remarks(source: Source, files: Sequence[FileRead]) -> Iterator[str]:
         yield (f"warning: source {source.name}: {len(single):,} files are one document each, although the field "
                f"{single[0].more_records} ({single[0].file}) holds more records, which are not read; if these are the "
                f"documents, take them out (jq -c '.FIELD[]' FILE.json > FILE.jsonl)")
-    if joined := [file for file in files if file.joined_rows]:
-        yield (f"warning: source {source.name}: in {sum(file.joined_rows for file in joined):,} records of "
-               f"{len(joined):,} files ({joined[0].file}) a quoted value holds lines with as many delimiters as a row, "
-               f"as where several rows are read as one: if quotation marks are text, set the source's `quote: \"\"`")
     if passed := passed_over(files):
         pages = sum(file.documents + file.rejected for file in files if file.passed_over)
         kinds = ", ".join(f"{count:,} {what}" for what, count in passed.items())
@@ -167,25 +159,14 @@ def remarks(source: Source, files: Sequence[FileRead]) -> Iterator[str]:
         yield f"source {source.name}: {len(empty):,} files hold no record ({first(empty)})"
     looked = [file for file in files if file.separated is not None]
     without = [file for file in looked if not file.separated]
-    other = [file for file in looked if file.other_separator]
-    if source.kind == "files" and (without or other):
-        line = (f"source {source.name}: the separator {quoted(source.separator)} does not occur in {len(without):,} of "
-                f"{len(looked):,} files")
-        if other:
-            line += (f"; {len(other):,} files (the first is {other[0].file}) hold {quoted(other[0].other_separator)} "
-                     f"within documents: if it separates documents, set the source's separator to it, as in "
-                     f"`separator: {quoted(other[0].other_separator)}`, or make these files a source of their own")
-        yield f"warning: {line}" if other or len(without) == len(looked) else line
+    if source.kind == "files" and without:
+        yield (f"{'warning: ' * (len(without) == len(looked))}source {source.name}: the separator "
+               f"{json.dumps(source.separator)} does not occur in {len(without):,} of {len(looked):,} files")
 
 
 def passed_over(files: Iterable[FileRead]) -> dict[str, int]:
     """How many records of WARC files are no pages, by what they are, the most frequent first."""
     return most_frequent(total(file.passed_over or {} for file in files), MOST_REASONS, OTHERS)
-
-
-def quoted(text: str | None) -> str:
-    """A string as YAML and JSON write it in double quotes."""
-    return json.dumps(text)
 
 
 EXAMPLE_CHARACTERS = 160

@@ -18,11 +18,9 @@ import io
 import json
 import re
 import tokenize
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path, PurePath
 from typing import IO, Any
 
@@ -33,7 +31,6 @@ from drover.pipeline.data.columnar import (
     arrow_records,
     check_columns,
     has_column,
-    other_delimiter,
     parquet_records,
     stored_columns,
 )
@@ -60,14 +57,8 @@ _COMMAS = re.compile(r"[ \t\r\n\ufeff\x1e,]*")
 the record separators of JSON text sequences."""
 WRAPPINGS = 8
 """Objects in one another that are searched for the list of a file's records."""
-FIRST_RECORDS = 100
-"""Documents of a file in which another spelling of its separator is looked for."""
 COLUMNAR = ("csv", "parquet", "arrow")
 """Formats that say once for a whole file which fields its records have."""
-_DELIMITER = re.compile(rb"(?:\xef\xbb\xbf)?sep=([\t,;:|^~#])\r?\n", re.I)
-"""A first line that names the delimiter, for Excel."""
-JOINED_LINES = 3
-"""Lines of a quoted value that look like rows of a CSV file by their number of delimiters, so that it is named."""
 LONGEST_TOKEN = 100
 """Characters before the end of what was read in which an error may come of that end alone."""
 
@@ -114,7 +105,7 @@ def column_names(path: str, source: FilesSource) -> list[str] | None:
         if kind == "csv":
             file.head = head or b""
             with _text(file) as stream:
-                return _csv_header(_csv_reader(file, source, _csv_lines(stream, Limit(1.0), [0])), file)
+                return next(filter(None, _csv_reader(file, source, _csv_lines(stream, Limit(1.0), [0]))), None)
         if not file.compression:
             with map_file(path) as data:
                 return stored_columns(data, kind)
@@ -145,8 +136,7 @@ def absent_columns(config: ShardConfig, files: Sequence[tuple[str, str]]) -> lis
         if own and absent:
             problems.append(f"source {source.name}: none of its {len(own):,} files has a column named "
                             f"{', '.join(absent)}; the columns of {PurePath(own[-1]).name} are "
-                            f"{', '.join(present) or 'none'}{other_delimiter(present)}. Correct text_field, id_field "
-                            f"or meta_fields.")
+                            f"{', '.join(present) or 'none'}. Correct text_field, id_field, meta_fields or delimiter.")
     return problems
 
 
@@ -167,7 +157,7 @@ def python_records(file: Input, limit: Limit) -> Records:
 
 def _text_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     data: bytes | int = b""
-    file.current = lambda: (data if isinstance(data, int) else len(data), False)
+    file.current = lambda: data if isinstance(data, int) else len(data)
     if source.separator is None:
         with file.open() as stream:
             text = data = stream.read(limit.bytes + 4).removeprefix(codecs.BOM_UTF8)
@@ -175,40 +165,25 @@ def _text_records(file: Input, source: FilesSource, limit: Limit) -> Records:
         yield file.reject(None, limit.reason, lost_bytes=file.give_up(0)) if too_long else (None, _plain_text(text))
         return
     number = end = 0
-    others = _other_spellings(source.separator)
     for number, (offset, data) in enumerate(
             _separated(file, source.separator.encode("utf-8", "surrogatepass"), limit), 1):
         end = offset + (data if isinstance(data, int) else len(data))
         if isinstance(data, int):
             yield file.reject(number, limit.reason, lost_bytes=data)
             continue
-        if number <= FIRST_RECORDS and (other := next((own for own in others if own.encode() in data), None)):
-            others, file.about.other_separator = [], other
         yield number, _plain_text(data)
     if number:
-        occurs = number > 1 or end < file.content
-        file.about.separated = occurs
-        if occurs and len(file.about.other_separator) == 1:
-            file.about.other_separator = ""  # a line end within documents may be meant
+        file.about.separated = number > 1 or end < file.content
 
 
 def _page_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     """An HTML or PDF file as one page."""
     with file.open() as stream:
         data = stream.read(limit.bytes + 1)
-    file.current = lambda: (len(data), False)
+    file.current = lambda: len(data)
     kind = file_format(file.path, source.format) or ""
     yield file.reject(None, limit.reason, lost_bytes=file.give_up(0)) if len(data) > limit.bytes else \
         (None, Page(data, kind, "" if source.encoding == UTF8 else UTF8))
-
-
-def _other_spellings(separator: str) -> list[str]:
-    """What documents may hold in place of the separator: other line ends, what YAML took for no escape, and another
-    normal form."""
-    meant = separator.replace("\\r", "\r").replace("\\n", "\n").replace("\\t", "\t").replace("\r\n", "\n")
-    forms = [meant.replace("\n", end) for end in ("\r\n", "\n", "\r")]
-    forms += [unicodedata.normalize(form, meant) for form in ("NFC", "NFD")]
-    return [own for own in dict.fromkeys(forms) if own != separator]
 
 
 def _plain_text(data: bytes) -> PlainText:
@@ -234,8 +209,8 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     has_keys_once = _key_test(source)
     line: bytes | int = b""
 
-    def current() -> tuple[int, bool]:
-        return (line, False) if isinstance(line, int) else (len(line) + 1, _is_utf8(line))
+    def current() -> int:
+        return line if isinstance(line, int) else len(line) + 1
     file.current = current
     for number, (offset, line) in enumerate(_separated(file, b"\r" if _ends_in_cr(file.head) else b"\n", limit), 1):
         place = number if is_complete else str(offset)
@@ -263,29 +238,11 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
 
 
 def _key_test(source: FilesSource) -> Callable[[bytes], bool]:
-    """A test of a record's JSON: whether surely no key of the fields that the source names occurs twice in it, of which
-    a parser returns the last. Nothing is sure where an escape could be a character of one of these keys."""
+    """A test of a record's JSON: whether no key of the fields that the source names, written without escapes, occurs
+    twice in it. A parser returns the last of such keys."""
     names = wanted_columns(source)
-    parts = {*names, *chain.from_iterable(name.split(".") for name in names)}
-    keys = [json.dumps(part, ensure_ascii=False).encode() for part in parts]
-    tests = [(key, re.compile(re.escape(key) + rb"\s*:")) for key in keys]
-    codes = [part.encode("utf-16-be", "surrogatepass").hex() for part in parts]
-    begins = sorted({code[at:at + 3] for code in codes for at in range(0, len(code), 4)})
-    escape = re.compile(rf"\\(?:u(?:{'|'.join(begins)}){'|/' if any('/' in part for part in parts) else ''})".encode(),
-                        re.I)
-
-    def has_keys_once(line: bytes) -> bool:
-        return all(line.count(key) < 2 or len(with_colon.findall(line)) < 2 for key, with_colon in tests) and (
-            b"\\" not in line or not escape.search(line))
-    return has_keys_once
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    keys = [json.dumps(part, ensure_ascii=False).encode() for part in {*names, *".".join(names).split(".")}]
+    return lambda line: all(line.count(key) < 2 for key in keys)
 
 
 def _ends_in_cr(head: bytes) -> bool:
@@ -313,13 +270,7 @@ def _odd_line(file: Input, place: Place, line: str, source: FilesSource, alone: 
     try:
         values = list(_values_of(line))
     except (ValueError, RecursionError) as error:
-        lines = [own for own in line.split("\r") if own.strip()]
-        if len(lines) > 1:
-            for own in lines:
-                yield from _odd_line(file, place, own, source, alone=False)
-        else:
-            size = len(line.encode("utf-8", "surrogateescape")) + 1
-            yield file.reject(place, f"the line is not JSON: {_json_problem(error)}", lost_bytes=size)
+        yield file.reject(place, f"the line is not JSON: {_json_problem(error)}", lost_bytes=file.current())
         return
     for record in _records_of(file, values, source.text_field, alone and len(values) == 1):
         yield _unless_twice(file, place, record, source)
@@ -353,8 +304,8 @@ def _records_of(file: Input, values: list[Any], field: str, alone: bool) -> list
         if len(lists) == 1:
             file.about.records_in, records = lists[0]
     if len(records) > 1:
-        size, is_utf8 = file.current()
-        file.current = lambda: (size // len(records), is_utf8)
+        size = file.current()
+        file.current = lambda: size // len(records)
     return records
 
 
@@ -395,7 +346,7 @@ def _unless_twice(file: Input, place: Place, record: Any, source: FilesSource) -
         value = record
         for name in [field] if isinstance(record, dict) and field in record else field.split("."):
             if isinstance(value, Repeating) and name in value.repeated:
-                return file.reject(place, f"the field '{field}' occurs more than once", lost_bytes=file.current()[0])
+                return file.reject(place, f"the field '{field}' occurs more than once", lost_bytes=file.current())
             value = value.get(name) if isinstance(value, dict) else None
     return place, record
 
@@ -486,10 +437,9 @@ class _JsonText:
                     return value
             self._fill()
 
-    def current(self) -> tuple[int, bool]:
-        """Bytes of the last value, and whether they are UTF-8."""
-        data = self.last.encode("utf-8", "surrogateescape")
-        return len(data), _is_utf8(data)
+    def current(self) -> int:
+        """Bytes of the last value."""
+        return len(self.last.encode("utf-8", "surrogateescape"))
 
     def ahead(self) -> int:
         """Bytes of what was read from here on."""
@@ -505,15 +455,13 @@ def _csv_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     csv.field_size_limit(limit.bytes)
     size = [0]
     number = 0
-    file.current = lambda: (size[0], False)
+    file.current = lambda: size[0]
     with _text(file) as stream:
         rows = _csv_reader(file, source, _csv_lines(stream, limit, size))
         try:
-            if (header := _csv_header(rows, file)) is None:
+            if (header := next(filter(None, rows), None)) is None:
                 return
             check_columns(header, source)
-            delimiter = rows.dialect.delimiter
-            line = rows.line_num
             size[0] = 0
             while (row := _csv_row(rows)) is not None:
                 if row:
@@ -523,24 +471,14 @@ def _csv_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                                                  f"source's `quote: \"\"`)", lost="unexpected end" in str(row),
                                          lost_bytes=size[0])
                     elif len(row) == len(header):
-                        if rows.line_num > line + 1 and any(_holds_rows(own, delimiter, len(row)) for own in row):
-                            file.about.joined_rows += 1
                         yield number, dict(zip(header, row, strict=True))
                     else:
                         yield file.reject(number, f"the row has {len(row)} values, the header {len(header)}",
                                          lost_bytes=size[0])
-                line = rows.line_num
                 size[0] = 0
         except TooLongError:
             yield file.reject(number + 1, limit.reason, lost=True,
                               lost_bytes=file.give_up(max(0, file.content - size[0])))
-
-
-def _holds_rows(value: str, delimiter: str, columns: int) -> bool:
-    """Whether lines of a quoted value look like rows of the file. Text seldom holds tabs, so one is enough there."""
-    least = 1 if delimiter == "\t" else JOINED_LINES
-    lines = value.split("\n", least + 1)[1:least + 1]
-    return columns > 1 and len(lines) == least and all(line.count(delimiter) == columns - 1 for line in lines)
 
 
 def _text(file: Input) -> io.TextIOWrapper:
@@ -552,21 +490,7 @@ def _text(file: Input) -> io.TextIOWrapper:
 def _csv_reader(file: Input, source: FilesSource, lines: Iterator[str]) -> Any:
     is_tsv = ".tsv" in [ending.lower() for ending in file.path.suffixes[-2:]]
     quotes: dict[str, Any] = {"quotechar": source.quote} if source.quote else {"quoting": csv.QUOTE_NONE}
-    usual = "\t" if is_tsv else ","
-    if named := _DELIMITER.match(file.head):
-        usual = named[1].decode()
-        next(lines)
-    return csv.reader(lines, strict=True, delimiter=source.delimiter or usual, **quotes)
-
-
-def _csv_header(rows: Any, file: Input) -> list[str] | None:
-    """The first row that is not empty, None if there is none; where it is no CSV, all of its line as one column."""
-    try:
-        return next(filter(None, rows), None)
-    except csv.Error:
-        if not file.head:
-            raise
-        return [file.head.decode("utf-8-sig", "replace").split("\n")[0]]
+    return csv.reader(lines, strict=True, delimiter=source.delimiter or ("\t" if is_tsv else ","), **quotes)
 
 
 def _csv_lines(stream: io.TextIOWrapper, limit: Limit, size: list[int]) -> Iterator[str]:

@@ -210,7 +210,7 @@ def _document(source: Source, name: str, place: Place, record: Any, limit: Limit
     """A record as a document, of which `fields` counts the meta fields, or why it is none. file: of which it is the
     last one that was read, by this name."""
     where = place_in(name, place)
-    none = Rejection(source.name, name, place, "", lost_bytes=0 if file is None else file.current()[0])
+    none = Rejection(source.name, name, place, "", lost_bytes=0 if file is None else file.current())
     if isinstance(record, Page):
         own = record.meta.get(getattr(source, "id_field", None) or "")
         document = Document("", source.name, str(own or where), record.meta, place=where if own else "")
@@ -232,14 +232,10 @@ def _document(source: Source, name: str, place: Place, record: Any, limit: Limit
         broken = _broken_field(document, getattr(source, "id_field", None))
         if isinstance(record, PlainText) and "\0" in record:
             reason = "binary data, not text: NUL bytes and broken UTF-8"
-        elif file is not None and file.current()[1]:
-            reason = (f"{broken}half of a surrogate pair, as the escape \\ud83d without the other half: it is no "
-                      f"character; write the record with whole characters, or remove the escape")
-        elif file is not None and file.encoding != UTF8:
-            reason = f"{broken}bytes that {file.encoding} has not; correct the source's `encoding`, or the file"
         else:
-            reason = (f"{broken}broken UTF-8; set the source's `encoding` if that is another one, or convert the file "
-                      f"(iconv -f latin1 -t utf-8, where it is Latin-1)")
+            encoding = UTF8 if file is None else file.encoding
+            reason = (f"{broken}bytes that {encoding} has not, or half of a surrogate pair, as the escape \\ud83d; "
+                      f"correct the source's `encoding`, or the file (iconv -f latin1 -t utf-8, where it is Latin-1)")
     except TypeError as error:
         reason = str(error)
     except RecursionError:

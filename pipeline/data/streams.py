@@ -116,7 +116,7 @@ class Input:
         content: bytes of it that were read, unpacked; of a file of columns those of its values.
         head: the file's first bytes, unpacked, where its reader asks for them.
         is_columnar: whether it is a file of columns; its reader says so.
-        current: a function of its reader: how many of these bytes are the last record, and whether they are UTF-8.
+        current: a function of its reader: how many of these bytes are the last record.
         about: what becomes of it, for its readers to say.
 
     Raises:
@@ -133,7 +133,7 @@ class Input:
         self.head = b""
         self.is_columnar = False
         self.about = FileRead(piece.name.partition("/")[0], piece.file, piece.bytes)
-        self.current: Callable[[], tuple[int, bool]] = lambda: (0, False)
+        self.current: Callable[[], int] = lambda: 0
         self._raw: Watched | None = None
         piece.refuse_changed()
         self._hash = _FileHash(piece, self.raw)

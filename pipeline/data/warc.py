@@ -37,7 +37,7 @@ def warc_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     """The pages of the file, numbered as its records are. `file.about` counts the others."""
     passed = file.about.passed_over = Counter[str]()
     number = size = 0
-    file.current = lambda: (size, False)
+    file.current = lambda: size
     opened = file.open()
     blocks = (block for block in iter(partial(opened.read1, CHUNK), b""))  # so that nothing before damage is lost
     with io.BufferedReader(BlockStream(blocks, opened), CHUNK) as stream:

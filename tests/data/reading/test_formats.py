@@ -6,13 +6,11 @@ import pyarrow as pa
 import pytest
 
 from drover.pipeline.data import readers
-from drover.pipeline.data.readers import absent_columns
 from drover.pipeline.data.streams import HEAD
 from tests.data.source_files import (
     COMPRESS,
     RECORDS,
     batch,
-    config_of,
     file_bytes,
     files_source,
     lines,
@@ -108,8 +106,8 @@ def test_lists_that_are_no_records_stay_what_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("record", [
-    '{"text": "%s", "id": 5, "text": "x"}', '{"text": "", "t\\u0065xt": "%s"}', '{"\\u0074ext": "x", "text": "%s"}',
-    '{"type": "text", "text" : "%s", "text":"x"}', '{"text": "%s", "text": "%s"}'])
+    '{"text": "%s", "id": 5, "text": "x"}', '{"type": "text", "text" : "%s", "text":"x"}',
+    '{"text": "%s", "text": "%s"}'])
 @pytest.mark.parametrize("name", ["f.jsonl", "f.json"])
 def test_a_record_with_two_texts_is_rejected(tmp_path, name, record):
     for text in ("x", "y" * 3000, r'é\n\"' * 500):
@@ -121,7 +119,7 @@ def test_a_record_with_two_texts_is_rejected(tmp_path, name, record):
 
 @pytest.mark.parametrize("record", [
     '{"id": 1, "text": "x", "id": 2}', '{"text": "x", "id": 1, "m": {"lang": "en"}, "m": {"lang": "de"}}',
-    '{"text": "x", "id": 1, "m": {"lang": "en", "l\\u0061ng": "de"}}', '{"id": 1, "\\u0069d": 1, "text": "x"}'])
+    '{"text": "x", "id": 1, "m": {"lang": "en", "lang": "de"}}'])
 @pytest.mark.parametrize("name", ["f.jsonl", "f.json"])
 def test_a_record_with_two_ids_or_meta_fields_is_rejected(tmp_path, name, record):
     good = '{"text": "the \\"id\\": 5, \\u0061", "id": 7, "m": {"lang": "en", "id": 8}, "n": {"id": 9}}\n'
@@ -130,13 +128,6 @@ def test_a_record_with_two_ids_or_meta_fields_is_rejected(tmp_path, name, record
     assert [(own.id, own.meta) for own in documents] == [("7", {"m.lang": "en"})] * 2
     assert "occurs more than once" in rejection.reason and rejection.lost_bytes >= len(record)
     assert len(read(files_source(tmp_path / name))[0]) == 3
-
-
-@pytest.mark.parametrize("escape", [r"gr\u00f6\u00DFe/\ud835\udc65", r"größe\/𝑥", r"\u0067röße/𝑥"])
-def test_a_key_of_any_characters_is_known_from_its_escapes(tmp_path, escape):
-    (tmp_path / "f.jsonl").write_text(f'{{"größe/𝑥": "a", "{escape}": "b"}}\n{{"{escape}": "c"}}\n', encoding="utf-8")
-    documents, [rejection] = read(files_source(tmp_path / "f.jsonl", text_field="größe/𝑥"))
-    assert texts(documents) == ["c"] and "occurs more than once" in rejection.reason
 
 
 @pytest.mark.parametrize("name", ["f.jsonl", "f.json", "f.parquet", "f.arrow"])
@@ -161,8 +152,7 @@ def test_a_text_in_an_object_is_read(tmp_path, name):
     ("f.csv", 'n;text\n1;"a;\nb"\n2;c, d\n', {"delimiter": ";"}), ("f.tsv", 'n\ttext\n1\t"a;\nb"\n2\tc, d\n', {}),
     ("f.csv", "n|text\n1|'a;\nb'\n2|c, d\n", {"delimiter": "|", "quote": "'"}),
     ("f.csv", 'n,text\r1,"a;\nb"\r2,"c, d"\r', {}),
-    ("f.csv", '\ufeffsep=;\r\n"n";"text"\r\n1;"a;\nb"\r\n2;c, d\r\n', {}),
-    ("f.csv.gz", 'SEP=|\n\nn;text\n1;"a;\nb"\n2;c, d\n', {"delimiter": ";"}),
+    ("f.csv.gz", '\ufeffn;text\r\n1;"a;\nb"\r\n2;c, d\r\n', {"delimiter": ";"}),
     ("f.csv", '\n\nn,text\n1,"a;\nb"\n2,"c, d"\n', {})])
 def test_dialects_of_csv(tmp_path, name, content, fields):
     (tmp_path / name).write_bytes(COMPRESS[".gz" * name.endswith("gz")](content.encode()))
@@ -170,16 +160,9 @@ def test_dialects_of_csv(tmp_path, name, content, fields):
     assert rejections == [] and [(own.id, own.text) for own in documents] == [("1", "a;\nb"), ("2", "c, d")]
 
 
-def test_values_without_quotes_and_a_hint_at_the_delimiter(tmp_path):
+def test_values_without_quotes(tmp_path):
     (tmp_path / "f.tsv").write_text('n\ttext\n1\t"a\n2\tb"\n')
     assert texts(read(files_source(tmp_path / "f.tsv", quote=""))[0]) == ['"a', 'b"']
     (tmp_path / "f.tsv").write_text('n\ttext\n1\t"Yes" she said\n')
     assert "set the source's `quote: \"\"`" in read(tmp_path / "f.tsv")[1][0].reason
     assert texts(read(files_source(tmp_path / "f.tsv", quote=""))[0]) == ['"Yes" she said']
-    for own in ";\t|":
-        (tmp_path / "f.csv").write_text(f"n{own}text\n1{own}a\n")
-        _, [rejection] = read(tmp_path / "f.csv")
-        assert f"set the source's `delimiter: {json.dumps(own)}`" in rejection.reason
-        [problem] = absent_columns(config_of(files_source(tmp_path / "f.csv")).shard, [("s/f", f"{tmp_path}/f.csv")])
-        assert f"`delimiter: {json.dumps(own)}`" in problem
-        assert texts(read(files_source(tmp_path / "f.csv", delimiter=own))[0]) == ["a"]
