@@ -24,7 +24,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import append_line, write_json, write_sealed, write_text
 from drover.pipeline.data.filters.decontamination import EvaluationSet, items_of
 from drover.pipeline.data.text_shards import read_shard, read_texts, shard_records
-from drover.pipeline.data.token_shards import ShardTable, read_batch
+from drover.pipeline.data.token_shards import ShardTable, read_batch, size_problems
 from drover.pipeline.evaluation.tasks import find_tasks
 from drover.pipeline.formats.weights import open_weights
 from drover.pipeline.records.checkpoints import complete_checkpoints, read_marker
@@ -155,10 +155,10 @@ def _read_token_shards(folder):
     if manifest is None:
         return
     table = ShardTable.of(manifest.outputs)
+    if size_problems(encode, table, range(len(table))):
+        return
     for split in ("train", "validation"):
         for shard in shards_in(encode, table, split):
-            if shard.size_problem():
-                continue
             shard.read_offsets()
             shard.tokens(0, shard.token_count), shard.text_bytes(0, shard.documents), shard.keys(0, shard.documents)
             if shard.documents:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import sysconfig
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import filterfalse, pairwise
@@ -64,9 +64,7 @@ def input_files(config: Config) -> list[tuple[str, InputFile]]:
     for source in config.shard.sources:
         paths, wrong = _paths(source)
         named = named_files(source.name, paths)
-        twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
-        wrong += [f"source {source.name}: two files are called {name} where bytes that are not UTF-8 are written as "
-                  f"\\xNN. Rename one." for name in twice]
+        assert len(dict(named)) == len(named), f"two files have one name in {source.name}"
         problems |= {source.name: wrong} if wrong else {}
         result += named
     if problems:
@@ -120,9 +118,8 @@ def _paths(source: Source) -> tuple[Sequence[InputFile], list[str]]:
     if office := sorted(path.name for path in unknown if converter(path)):
         problems.append(f"source {source.name}: {len(office):,} files are those of office programs ({first(office)}). "
                         f"Convert them to text, as by `{converter(PurePath(office[0]))}`, or narrow `paths`.")
-    endings = [path.name for path in unknown if not converter(path)]
-    if endings:
-        problems.append(f"source {source.name}: the names of {len(endings)} files ({first(sorted(endings))}) "
+    if endings := sorted(path.name for path in unknown if not converter(path)):
+        problems.append(f"source {source.name}: the names of {len(endings)} files ({first(endings)}) "
                         f"do not show their format. Set `format`, narrow "
                         f"`paths`, or use the endings .{', .'.join(FORMATS)}, each also with "
                         f"{' or '.join(COMPRESSIONS)}.")
@@ -171,15 +168,13 @@ def matching(name: str, patterns: Sequence[str], exclude: Sequence[str] = ()) ->
                      f"readable, or name it in `exclude`." for error in closed
                      if isinstance(error, PermissionError) and Path(error.filename) not in excluded]
         files = [path for path in there if path.is_file()]
-        has_wildcard = glob.has_magic(pattern)
-        broken = [path.name for path in there if path.is_symlink() and not path.exists()]
-        if has_wildcard and broken:
+        if broken := [path.name for path in there if path.is_symlink() and not path.exists()]:
             problems.append(f"source {name}: {len(broken):,} links that match {pattern} lead to no file "
                             f"({first(sorted(broken))}). Fetch what they name (`git annex get`, `dvc pull`), or remove "
                             f"them.")
         elif not files and (there or not matched):
-            what = f"no file matches {pattern}" if has_wildcard else _what_it_is(pattern, full)
-            problems.append(f"source {name}: {what} ({_looked_in(full)}). Correct `paths`.")
+            problems.append(f"source {name}: no file matches {pattern} (looked for {full}). Correct `paths`. Of a "
+                            f"folder name the files, as in FOLDER/**/*.txt.")
         result.update(dict.fromkeys(files))
     own = once(path for path in result if isinstance(path, Path))
     return [*own, *(path for path in result if not isinstance(path, Path))], problems
@@ -206,20 +201,6 @@ def _without_dots(path: Path) -> Path:
 
 def _pure(path: InputFile) -> PurePath:
     return path.place if isinstance(path, ObjectFile) else path
-
-
-def _looked_in(pattern: Path) -> str:
-    """The folder in which an absolute path or glob was looked for, as far as it is there."""
-    fixed = next(parent for parent in pattern.parents if not glob.has_magic(str(parent)))
-    there = next(parent for parent in (fixed, *fixed.parents) if parent.is_dir())
-    missing = "" if there == fixed else f", where there is no {fixed.relative_to(there)}"
-    return f"looked in {there}{missing}"
-
-
-def _what_it_is(pattern: str, path: Path) -> str:
-    if path.is_dir():
-        return f"{pattern} is a folder: name its files, as in {pattern.rstrip('/')}/**/*.txt"
-    return f"{pattern} is not a file" if path.exists() else f"{pattern} does not exist"
 
 
 def named_files(source: str, paths: Sequence[InputFile]) -> list[tuple[str, InputFile]]:

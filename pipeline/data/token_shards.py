@@ -9,7 +9,6 @@ Where documents begin is looked up in the file, by interpolation and bisection.
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 from collections.abc import Iterable, Sequence
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 
 from drover.pipeline.contract.manifest import check_record
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Count, atomic_file, refuse_irregular
+from drover.pipeline.core.files import Count, atomic_file, problems_of, refuse_irregular
 
 FORMAT = 1
 KEY_BYTES = 16
@@ -50,17 +49,10 @@ def open_sized(path: Path, size: int, fix: str) -> Descriptor:
         file = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
         result = refuse_irregular(file.number).st_size
     except OSError as error:
-        if error.errno == errno.EMFILE:
-            raise UserError(f"{path} cannot be opened: this process may have no more open files. Raise the hard limit "
-                            f"(ulimit -Hn), or make fewer, larger shards (shard.shard_mb).") from None
         raise UserError(f"{path} cannot be read: {error.strerror}. {fix}") from None
     if result != size:
-        raise UserError(_damaged(path, result, size, fix))
+        raise UserError(f"{path} has {result:,} bytes instead of {size:,}. {fix}")
     return file
-
-
-def _damaged(path: Path, actual: int, size: int, fix: str) -> str:
-    return f"{path} is damaged: it has {actual} bytes instead of {size}. {fix}"
 
 
 class TokenShard:
@@ -83,15 +75,6 @@ class TokenShard:
         self.dtype = np.dtype(record["dtype"]).newbyteorder("<")
         self.documents: int = record["docs"]
         self.token_count: int = record["tokens"]
-
-    def size_problem(self) -> str:
-        """A sentence if the file is missing or has the wrong size, else "". It is not opened."""
-        try:
-            size = self.path.stat().st_size
-        except OSError as error:
-            return f"{self.path} cannot be read: {error.strerror}. {_FIX}"
-        wanted = self.record["bytes"]
-        return "" if size == wanted else _damaged(self.path, size, wanted, _FIX)
 
     def tokens(self, start: int, stop: int) -> NDArray[Any]:
         """A copy of the tokens [start, stop), counted from the shard's first token; dtype as stored."""
@@ -198,11 +181,11 @@ class TokenShard:
 
     def _read(self, offset: int, dtype: np.dtype[Any], start: int, stop: int) -> NDArray[Any]:
         """Items [start, stop) of the column that begins at byte `offset`."""
-        file, values, at = self._file, np.empty(stop - start, dtype), offset + start * dtype.itemsize
-        done = os.preadv(file.number, [values.data], at) if len(values) else 0
-        if done == values.nbytes:
-            return values
-        view = memoryview(values.view(np.uint8).data).cast("B")
+        file = self._file
+        values = np.empty(stop - start, dtype)
+        view = values.view(np.uint8).data
+        at = offset + start * dtype.itemsize
+        done = 0
         while done < len(view):  # Linux reads at most 2 GB at once
             read = os.preadv(file.number, [view[done:]], at + done)
             if read == 0:
@@ -433,8 +416,7 @@ def open_shards(table: ShardTable, split: str, sources: Iterable[str], folder: P
 
 def size_problems(folder: Path, table: ShardTable, rows: Iterable[int]) -> list[str]:
     """A sentence for each of these shards whose file is missing or has another size: one stat a shard."""
-    problems = (TokenShard(folder / table.paths[row], table.record(row)).size_problem() for row in rows)
-    return [problem for problem in problems if problem]
+    return [f"{problem}. {_FIX}" for problem in problems_of(folder, map(table.record, rows)) if problem]
 
 
 _CANDIDATE = np.dtype([("key", "S16"), ("shard", "i8"), ("place", "i8"), ("length", "i8")])

@@ -1,7 +1,6 @@
 """Which files a source has, what they are called and in which order they are read."""
 
 import json
-import os
 import re
 import shutil
 import sysconfig
@@ -66,12 +65,6 @@ def test_files_folders_and_links_are_excluded(tmp_path):
     assert names(source) == ["s/a.jsonl", "s/new/d.jsonl", "s/new/e.jsonl"]
 
 
-def test_names_that_are_not_utf_8_and_cannot_be_told_apart_are_refused(tmp_path):
-    for name in (b"a\xe9.txt", b"a\\xe9.txt"):
-        (tmp_path / os.fsdecode(name)).write_text("x")
-    refused(UserError, r"two files are called s/a\\xe9\.txt", read, tmp_path / "*.txt")
-
-
 @pytest.mark.parametrize(("links", "pattern", "wanted"), [
     ({"alias": "real", "real/loop": ".."}, "**/*.txt", ["real/sub/a.txt"]),
     ({"all": "/", "up": "../.."}, "**/*.txt", ["real/sub/a.txt"]),
@@ -110,18 +103,16 @@ def test_problems_with_paths_are_told_all_at_once(tmp_path, monkeypatch):
     second = files_source(tmp_path / "*.d*").model_copy(update={"name": "second"})
     first = files_source(tmp_path / "*.txt", tmp_path / "gone.jsonl")
     message = refused(UserError, "no file matches", names, first, second)
-    for problem in ("*.txt", f"{tmp_path / 'gone.jsonl'} does not exist", "second", "notes.dat", ".parquet",
-                    "Convert them to text, as by `pandoc new.docx --to plain"):
+    for problem in ("*.txt", f"no file matches {tmp_path / 'gone.jsonl'} (looked for ", "second", "notes.dat",
+                    ".parquet", "Convert them to text, as by `pandoc new.docx --to plain"):
         assert problem in message
     assert read(second.model_copy(update={"format": "txt"}))[0][0].text == "x"
     for link in ("b.doc", "c.doc"):
         (tmp_path / link).symlink_to("c.doc")
     refused(UserError, r"2 links that match .*\(b.doc, c.doc\)", names, second)
     (tmp_path / "data/web").mkdir(parents=True)
-    for pattern, problem in (("data/web/a.txt", f"does not exist (looked in {tmp_path}/data/web)."),
-                             ("dat/web/*.txt", f"(looked in {tmp_path}, where there is no dat/web)."),
-                             ("data/web", "data/web is a folder: name its files, as in data/web/**/*.txt")):
-        refused(UserError, re.escape(problem), read, pattern)
+    refused(UserError, re.escape(f"no file matches data/web (looked for {tmp_path}/data/web). Correct `paths`. Of a "
+                                 f"folder"), read, "data/web")
 
 
 def test_a_file_that_vanishes_is_not_taken_for_a_broken_one(tmp_path):

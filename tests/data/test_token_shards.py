@@ -1,10 +1,10 @@
 """Token shards: Arrow reads what training reads; torn and changed files are named; of many shards what is kept is
 bounded, and the samples are those of shards kept whole."""
 
-import errno
 import gc
 import os
 import pickle
+import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -173,14 +173,6 @@ def test_files_and_entries_are_bounded_whatever_is_read(tmp_path, opened):
     assert open_files() == before
 
 
-def test_a_file_that_cannot_be_opened_is_not_to_be_deleted(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.EMFILE, "Too many open files")
-    monkeypatch.setattr(os, "open", full)
-    refused(UserError, r"no more open files. Raise the hard limit \(ulimit -Hn\), or make fewer",
-            token_shards.open_sized, tmp_path, 1, "Delete it.")
-
-
 def test_a_record_that_contradicts_itself_is_the_fault_of_the_manifest(tmp_path):
     records = make_shards(tmp_path, 3)
     for name in ("docs", "tokens", "keys_offset"):
@@ -191,9 +183,10 @@ def test_a_record_that_contradicts_itself_is_the_fault_of_the_manifest(tmp_path)
 def test_a_shard_that_is_cut_is_told_at_the_first_read_and_by_its_size(tmp_path):
     records = make_shards(tmp_path, 10)
     table, path = ShardTable.of(records), tmp_path / records[1]["path"]
-    for harm, problem in ((lambda: os.truncate(path, 100), f"it has 100 bytes instead of {records[1]['bytes']}"),
-                          (path.unlink, "cannot be read: No such file")):
+    for harm, problem in ((lambda: os.truncate(path, 100), f"has 100 bytes instead of {records[1]['bytes']:,}"),
+                          (path.unlink, "(is missing|cannot be read: No such file)")):
         harm()
-        assert size_problems(tmp_path, table, range(10)) == [refused(
-            UserError, rf"{path.name}.* {problem}.* --stage encode again", data_of(tmp_path, table).batch_of,
-            np.arange(200))]
+        message = rf"{path.name} {problem}.* --stage encode again"
+        refused(UserError, message, data_of(tmp_path, table).batch_of, np.arange(200))
+        [said] = size_problems(tmp_path, table, range(10))
+        assert re.search(message, said)

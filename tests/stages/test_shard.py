@@ -141,7 +141,7 @@ def test_unreadable_documents_and_files_are_counted_and_named(tmp_path, run):
         "t", tmp_path / "g.txt.gz", separator="aa")], validation_share=0.2)
     error = run("shard", config, expect=2).err
     for part in ("documents cannot be read, and 1 of 2 files cannot be read to their end, and ", "t/g.txt.gz (",
-                 "max_rejected_share 0.001", "(1 as s/f.jsonl:11: broken UTF-8", "1 as t/g.txt.gz:"):
+                 "max_rejected_share 0.001", "(1 as s/f.jsonl:11: bytes that utf-8 has not", "1 as t/g.txt.gz:"):
         assert part in error
     assert "1 of 2 files" in run("shard", config, "shard.max_rejected_share=0.1", expect=2).err
     assert manifest_of(config, "shard", "a") is None

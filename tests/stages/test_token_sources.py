@@ -119,7 +119,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(tmp_path, capsys):
             (["a.bin"], ["tokenizer.kind=bpe"], "are ids of a tokenizer that exists, but tokenizer.path"),
             (["a.bin"], ["shard.sources=[{kind: stdlib, name: a}]"],
              "shard.sources with encode.sources has 2 sources named 'a'"),
-            (["b.bin"], [], "b.bin does not exist"), (["a.tok"], [], "do not show their format, such as a.tok")):
+            (["b.bin"], [], "b.bin (looked for"), (["a.tok"], [], "do not show their format, such as a.tok")):
         config = token_config(tmp_path, [{"name": "a", "paths": [str(tmp_path / path)]} for path in sources])
         assert run_here("shard", config, *overrides) or run_here("tokenizer", config) or run_here("encode", config) == 2
         assert message in capsys.readouterr().err
