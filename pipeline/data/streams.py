@@ -41,8 +41,6 @@ LEAST_PACKED, MOST_PACKED = 1 << 6, 1 << 13
 damage is."""
 WIDE = ("utf-16", "utf-32")
 """How the encodings begin that are not ASCII where text is."""
-SURELY_UTF8 = 8
-"""So many bytes beyond ASCII are UTF-8 by chance in no text of another encoding."""
 LARGEST_WINDOW = 1 << 31
 """Bytes of memory that unpacking zstd data may take: what `zstd --long=31` needs, the most that it offers."""
 
@@ -103,10 +101,9 @@ class Piece:
             return
         now = Path(self.path).stat()
         if (now.st_size, changed_ns(now)) != (self.bytes, self.mtime_ns):
-            sizes = f"{self.bytes:,} -> {now.st_size:,} bytes" if now.st_size != self.bytes else \
-                "its time is another, its size is not"
-            raise UserError(f"{self.path} is not what it was when the stage began: {sizes}. Let "
-                            f"nobody write to it, and run the same command again, which reads it again.")
+            raise UserError(f"{self.path} is not what it was when the stage began: {self.bytes:,} -> {now.st_size:,} "
+                            f"bytes, or another time. Let nobody write to it, and run the same command again, which "
+                            f"reads it again.")
 
 
 class Input:
@@ -284,22 +281,11 @@ class Watched(io.RawIOBase):
 
 
 def _recoded(file: Any, encoding: str) -> Iterator[bytes]:
-    """Text of another encoding as UTF-8 (see `recoder`). OSError if all so far is UTF-8, and enough of it is not ASCII
-    to be no chance."""
+    """Text of another encoding as UTF-8 (see `recoder`)."""
     recode = recoder(encoding)
-    as_utf8 = None if encoding.startswith(WIDE) else codecs.getincrementaldecoder(UTF8)()
-    more_bytes = 0  # than characters
     data = b" "
     while data:
         data = file.read(CHUNK)
-        if as_utf8 is not None:
-            try:
-                more_bytes += len(data) - len(as_utf8.decode(data, final=not data))
-            except UnicodeDecodeError:
-                as_utf8 = None
-            else:
-                if more_bytes >= (SURELY_UTF8 if data else 1):
-                    raise OSError(f"it is UTF-8, not {encoding}; make a source without `encoding` of such files")
         if block := recode(data, not data):
             yield block
 
@@ -465,11 +451,8 @@ def mistaken(file: Input, kind: str, html: str = "pages") -> tuple[str | None, b
         if head and file.compression:
             what, advice = _signature(head)
             if file.compression != ("zstd" if head[1:4] == SKIPPABLE else what):
-                if not (advice or (_is_utf8(head) and 0 not in head)):
-                    return (f"it is damaged: it has no beginning of {file.compression} data; `{file.compression} -t "
-                            f"FILE` tests it, fetch it again"), None
                 return (f"its name ends in {file.path.suffix}, but it is "
-                        f"{advice or f'no {file.compression} data; rename it'}"), None
+                        f"{advice or f'no {file.compression} data; rename it, or fetch it again'}"), None
             with unpacked(file.raw(0, 0), file.compression) as stream:
                 head = stream.read(HEAD) or b""
         instead = _instead_of(kind, head, html, file.encoding)

@@ -1,8 +1,9 @@
 """Duplicates, splits and shards in bounded passes: the bytes of the shards are those of one process that holds all."""
 
-import hashlib
+import io
+import json
+import tarfile
 from collections import Counter
-from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
@@ -11,10 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.data.documents import Document, digest, document_key, to_json
+from drover.pipeline.data.documents import digest, document_key
 from drover.pipeline.data.planning import passes as planning_passes
 from drover.pipeline.data.planning.passes import decide
-from drover.pipeline.data.text_shards import SPLITS, write_members
+from drover.pipeline.data.text_shards import SPLITS
 from tests.data.planning import staged_corpora
 from tests.data.planning.staged_corpora import Work, cut_into, in_order, passes, stage
 from tests.refusal import refused
@@ -39,25 +40,54 @@ TAIL = {"tail": True, "target": 3, "seed": 1}
          sizes=(1, 1, 2), **TAIL)
 def test_the_shards_are_those_of_one_process_that_holds_all(tmp_path_factory, monkeypatch, corpus, drop, keep, tail,
                                                             share, target, sizes, seed):
+    """And have each document that stays once, in its split, in order, in shards of about equal size."""
     config = staged_corpora.settings(corpus, drop_duplicates=drop, keep_duplicate=keep, validation_share=share,
                                      validation_rule="tail" if tail else "hash", shard_mb=target / 1e6)
-    documents, folder = plan(corpus, config), tmp_path_factory.mktemp("passes")
-    written = write_shards(folder, documents, corpus, target)
-    cut_into(monkeypatch, *sizes)
-    result = passes(folder, corpus, config, seed)
-    assert result.shards == written
-    first = 0
-    for source, (name, units) in enumerate(corpus.items()):
-        own = [one for one in documents if one.source == name]
-        for split, sums in result.decided.sums(source).items():
-            texts = [one.text for one in own if not one.dropped and one.validation == (split == "validation")]
-            assert sums == {
-                "documents": len(texts), "text_bytes": sum(len(text.encode()) for text in texts),
-                "characters": sum(map(len, texts)), "nul": sum("\0" in text for text in texts),
-                "u2581": sum("\u2581" in text for text in texts)}
-        assert result.decided.dropped[first:first + len(units), 0].sum() == sum(one.dropped for one in own)
-        assert result.decided.cuts(source) * 2 == sum(one.unit == f"{name}-cut" for one in own)
-        first += len(units)
+    result = passes(tmp_path_factory.mktemp("whole"), corpus, config)
+    with monkeypatch.context() as patch:
+        cut_into(patch, *sizes)
+        assert passes(tmp_path_factory.mktemp("passes"), corpus, config, seed).shards == result.shards
+    every = [(unit.partition("-")[0], text) for unit, _, text in in_order(corpus)]
+    once = {text: number for number, (_, text) in ([*enumerate(every)][::-1 if keep == "first" else 1])}
+    kept = [one for number, one in enumerate(every) if not drop or once[one[1]] == number]
+    dropped = Counter(source for source, _ in every) - Counter(source for source, _ in kept)
+    starts = np.cumsum([0, *map(len, corpus.values())])
+    for source, name in enumerate(corpus):
+        texts = [text for own, text in kept if own == name]
+        train, validation = (shard_texts(result.shards, split, name) for split in SPLITS)
+        if tail:
+            together = "".join(texts)
+            border = int(len(together) * (1 - Fraction(str(share))))
+            assert ("".join(train), "".join(validation)) == (together[:border], together[border:])
+            assert len(train) + len(validation) == len(texts) + result.decided.cuts(source)
+        else:
+            held = [int.from_bytes(digest(text.encode())[:8], "big") < ceil(share * 2**64) for text in texts]
+            assert (train, validation) == tuple([text for text, is_held in zip(texts, held, strict=True)
+                                                 if is_held == wanted] for wanted in (False, True))
+        for split, own in zip(SPLITS, (train, validation), strict=True):
+            assert result.decided.sums(source)[split] == {
+                "documents": len(own), "text_bytes": sum(len(text.encode()) for text in own),
+                "characters": sum(map(len, own)), "nul": sum("\0" in text for text in own),
+                "u2581": sum("\u2581" in text for text in own)}
+        assert result.decided.dropped[starts[source]:starts[source + 1], 0].sum() == dropped[name]
+        for split, own in zip(SPLITS, (train, validation), strict=True):
+            size = sum(len(text.encode()) for text in own)
+            numbers = [int(shard[-5:]) for shard in result.shards if shard.startswith(f"{split}/{name}-")]
+            assert max(numbers, default=0) <= ceil(size / target) and len(numbers) == len({*numbers})
+
+
+def shard_texts(shards, split, source):
+    """The texts of all shards of a split and source, in order, each of which its key fits."""
+    result = []
+    for _, content in sorted((name, data) for name, data in shards.items() if name.startswith(f"{split}/{source}-")):
+        with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+            members = [(member.name, json.load(tar.extractfile(member))["text"]) for member in tar]
+        seen = Counter()
+        for name, text in members:
+            assert name == f"{document_key(digest(text.encode()), seen[text])}.json"
+            seen[text] += 1
+        result += [text for _, text in members]
+    return result
 
 
 def test_a_torn_file_is_named(tmp_path):
@@ -81,73 +111,3 @@ def test_a_staged_document_that_a_disk_changes_is_refused(tmp_path):
     staging.write_bytes(staging.read_bytes().replace(b"one", b"0ne"))
     refused(UserError, r"a-00000\.documents changed after it was written",
             lambda: [planning_passes.write_shard(tmp_path, payload) for payload in decided.payloads])
-
-
-@dataclass
-class Planned:
-    """A document, and what becomes of it."""
-
-    unit: str
-    id: str
-    text: str
-    dropped: bool = False
-    validation: bool = False
-
-    @property
-    def source(self):
-        return self.unit.partition("-")[0]
-
-
-def plan(corpus, config):
-    """All documents of a corpus, in order, and how many there are; those that a border cuts as their two parts."""
-    documents = [Planned(*entry) for entry in in_order(corpus)]
-    seen = set()
-    for document in documents if config.keep_duplicate == "first" else reversed(documents):
-        document.dropped = config.drop_duplicates and document.text in seen
-        seen.add(document.text)
-    for document in documents:
-        high = int.from_bytes(hashlib.sha256(document.text.encode()).digest()[:8], "big")
-        document.validation = high < ceil(config.validation_share * 2**64)
-    if config.validation_rule == "tail":
-        for source in corpus:
-            documents = _with_tail(documents, source, 1 - Fraction(str(config.validation_share)))
-    return documents
-
-
-def _with_tail(documents, source, trained):
-    """The documents, the last share of one source's characters held out."""
-    left = int(sum(len(one.text) for one in documents if one.source == source and not one.dropped) * trained)
-    result = []
-    for document in documents:
-        parts, size = [document], len(document.text)
-        if document.source == source and not document.dropped:
-            document.validation = size > left
-            if 0 < left < size:
-                parts = [Planned(f"{source}-cut", f"{document.id}{place}", text, validation=half)
-                         for half, place, text in ((False, f"[:{left}]", document.text[:left]),
-                                                   (True, f"[{left}:]", document.text[left:]))]
-            left = max(0, left - size)
-        result += parts
-    return result
-
-
-def write_shards(folder, documents, sources, target):
-    """The bytes of all shards, by split and name: runs of documents of about equal size, as few as keep to `target`
-    bytes of text on average."""
-    result = {}
-    for split in SPLITS:
-        for source in sources:
-            own = [one for one in documents if one.source == source and not one.dropped
-                   and one.validation == (split == "validation")]
-            sizes = np.array([len(one.text.encode()) for one in own], np.int64)
-            shards = max(1, ceil(sizes.sum() / target))
-            numbers = (np.cumsum(sizes) - sizes) * shards // max(sizes.sum(), 1)  # a document of several leaves a gap
-            for number in np.unique(numbers).tolist():
-                path, seen, members = folder / "expected.tar", Counter(), []
-                for one in (one for one, where in zip(own, numbers, strict=True) if where == number):
-                    members.append((document_key(digest(one.text.encode()), seen[one.text]),
-                                    to_json(Document(one.text, source, one.id, {"of": one.id.partition("[")[0]}))))
-                    seen[one.text] += 1
-                write_members(path, members)
-                result[f"{split}/{source}-{number:05d}"] = path.read_bytes()
-    return result

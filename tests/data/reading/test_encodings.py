@@ -1,7 +1,6 @@
 """Text files in other encodings than UTF-8, and files that are not what their name says, which are named for what they
 are."""
 
-import codecs
 import gzip
 import lzma
 import random
@@ -53,18 +52,6 @@ def test_a_file_in_another_encoding_is_named_for_what_it_is(tmp_path, encoding, 
     (tmp_path / "f.txt").write_bytes(data)
     documents, (rejection,) = read(files_source(tmp_path / "f.txt", encoding=encoding))
     assert documents == [] and reason in rejection.reason and rejection.lost
-
-
-@pytest.mark.parametrize(("name", "encoding", "text"), [
-    ("f.txt", "latin-1", "größer " * 9), ("f.jsonl.gz", "cp1252", '{"text": "größer, früher, über, öfter, älter"}')])
-def test_a_file_that_is_utf_8_only_beyond_its_head_is_named(tmp_path, name, encoding, text):
-    ascii_text = {"f.txt": "plain\n", "f.csv": "text\n"}.get(name, '{"text": "plain"}\n') * 20_000
-    for own, is_named in ((text.encode(), True), (text.encode(encoding), False)):
-        (tmp_path / name).write_bytes(COMPRESS[".gz" * name.endswith("gz")](ascii_text.encode() + own))
-        documents, rejections = read(files_source(tmp_path / name, encoding=encoding))
-        assert [f"it is UTF-8, not {codecs.lookup(encoding).name};" in rejection.reason and rejection.lost
-                for rejection in rejections] == [True] * is_named
-        assert "\u00c3" not in "".join(texts(documents))
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-be", "utf-32-le", "cp932", "gb18030", "euc_kr", "utf-7", "cp1252"])
