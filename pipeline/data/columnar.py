@@ -18,6 +18,7 @@ from drover.pipeline.config.data import FilesSource
 from drover.pipeline.data.documents import (
     Limit,
     Records,
+    Rejection,
     UnusableColumnsError,
     damage,
     raise_unless_damage,
@@ -114,28 +115,24 @@ def arrow_records(file: Input, source: FilesSource, limit: Limit) -> Records:
         present = reader.schema.names
         first = 0
         columns = list(dict.fromkeys(_column(present, name) for name in _checked(reader.schema, source)))
-        for number in range(count):
+
+        def read(number: int) -> Any:
             try:
-                batch = reader.get_batch(number)
+                return reader.get_batch(number)
             except damage() as error:
                 raise_unless_damage(error)
                 size = data.size() // count
                 file.content += size
-                yield file.reject(first + 1, f"record batch {number} cannot be read: {error}", lost=True,
-                                 lost_bytes=size)
+                return file.reject(first + 1, f"record batch {number} cannot be read: {error}", lost=True,
+                                   lost_bytes=size)
+        for batch in reader if count < 0 else map(read, range(count)):
+            if isinstance(batch, Rejection):
+                yield batch
                 continue
-            yield from _rows(batch.select(columns), first, file, source, _counted(batch, file))
+            size = batch.get_total_buffer_size()
+            file.content += size
+            yield from _rows(batch.select(columns), first, file, source, size // max(1, batch.num_rows))
             first += batch.num_rows
-        for batch in reader if count < 0 else ():
-            yield from _rows(batch.select(columns), first, file, source, _counted(batch, file))
-            first += batch.num_rows
-
-
-def _counted(batch: Any, file: Input) -> int:
-    """About how many bytes a row of a record batch has, all of which the file's content now has."""
-    size: int = batch.get_total_buffer_size()
-    file.content += size
-    return size // max(1, batch.num_rows)
 
 
 def _checked(schema: Any, source: FilesSource) -> list[str]:

@@ -65,13 +65,17 @@ def input_files(config: Config) -> list[tuple[str, InputFile]]:
         paths, wrong = _paths(source)
         named = named_files(source.name, paths)
         assert len(dict(named)) == len(named), f"two files have one name in {source.name}"
-        problems |= {source.name: wrong} if wrong else {}
+        if wrong:
+            problems[source.name] = wrong
         result += named
-    if problems:
-        every = [problem for wrong in problems.values() for problem in wrong]
-        raise AbsentInputError(all_problems(every, "The sources of the corpus cannot all be read", len(every)), result,
-                               set(problems))
+    _refuse(problems, "The sources of the corpus cannot all be read", result)
     return result
+
+
+def _refuse(problems: dict[str, list[str]], title: str, files: list[Any]) -> None:
+    """AbsentInputError if sources have problems. files: those that can be read."""
+    if every := [problem for wrong in problems.values() for problem in wrong]:
+        raise AbsentInputError(all_problems(every, title, len(every)), files, set(problems))
 
 
 def reading_units(config: ShardConfig, files: Sequence[ListedFile]) -> list[dict[str, Any]]:
@@ -299,10 +303,7 @@ def token_files(config: Config) -> list[tuple[str, Path]]:
             if wrong:
                 problems.setdefault(source.name, []).extend(wrong)
             result += named_files(f"{source.name}/{split}", sorted({*paths, *companions}))  # type: ignore[arg-type]
-    if problems:
-        every = [problem for wrong in problems.values() for problem in wrong]
-        raise AbsentInputError(all_problems(every, "The files of tokens cannot all be read", len(every)), result,
-                               {*problems})
+    _refuse(problems, "The files of tokens cannot all be read", result)
     return result
 
 

@@ -73,7 +73,7 @@ def test_the_shards_are_those_of_one_process_that_holds_all(tmp_path_factory, mo
         for split, own in zip(SPLITS, (train, validation), strict=True):
             size = sum(len(text.encode()) for text in own)
             numbers = [int(shard[-5:]) for shard in result.shards if shard.startswith(f"{split}/{name}-")]
-            assert max(numbers, default=0) <= ceil(size / target) and len(numbers) == len({*numbers})
+            assert len(numbers) == len({*numbers}) and max(numbers, default=-1) < ceil(size / target)
 
 
 def shard_texts(shards, split, source):
