@@ -18,6 +18,7 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.core.console import ProgressBar, echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Outputs, Record
+from drover.pipeline.data.counts import total
 from drover.pipeline.data.token_shards import TokenShard
 from drover.pipeline.tokenization.files import vocabulary_record
 from drover.tools.draft import Draft
@@ -27,9 +28,6 @@ BLOCK_TOKENS = 1 << 22
 """Tokens in memory at once, unless one document has more."""
 CODES = {"uint16": 8, "int32": 4}
 """Megatron's codes for the types of ids."""
-LAYOUTS = {"megatron": "Megatron Core IndexedDataset, version 1; a document is one sequence",
-           "hf": "Parquet; a document is a row of the column input_ids"}
-"""What export.json says of each --format."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +45,6 @@ class Export:
     shards: dict[str, Outputs]
     dtype: np.dtype
     without_bos: bool
-
-    def counts(self, source: str) -> dict[str, int]:
-        """Documents, exported tokens, UTF-8 bytes of text and shards of a source."""
-        records = self.shards[source]
-        counts = {name: sum(record[name] for record in records) for name in ("docs", "tokens", "text_bytes")}
-        counts["tokens"] -= counts["docs"] * self.without_bos
-        return {**counts, "shards": len(records)}
 
     def files(self, form: str) -> dict[str, Callable[[], Iterator[bytes]]]:
         """The content of each file of a format, in chunks. In Megatron Core's a document is one sequence."""
@@ -145,8 +136,10 @@ def export(run: Run, out: Path, split: str, form: str, *, without_bos: bool) -> 
     dtype = np.dtype("<u2" if encode.counts["dtype"] == "uint16" and form == "megatron" else "<i4")
     tokens = Export(folder, shards, dtype, without_bos)
     files = tokens.files(form)
-    counts = {name: tokens.counts(name) for name in shards}
-    total = {key: sum(own[key] for own in counts.values()) for key in ("docs", "tokens", "text_bytes", "shards")}
+    counts = {name: dict(encode.counts["splits"][split][name]) for name in shards}
+    for own in counts.values():
+        own["tokens"] -= own["docs"] * without_bos
+    sums = total(counts.values())
     made_of = {"format": form, "split": split, "sources": list(shards), "without_bos": without_bos,
                "encode": encode.digest, "tokenizer_sha256": vocabulary["sha256"]}
     with Draft(out, MANIFEST, made_of) as draft:
@@ -159,13 +152,12 @@ def export(run: Run, out: Path, split: str, form: str, *, without_bos: bool) -> 
             for name, content in files.items():
                 draft.make(name, partial(_write, content))
                 progress.advance()
-        draft.describe({"run": run.config.name, "bos": not without_bos, "eos": True, "layout": LAYOUTS[form],
-                        "dtype": dtype.name, "dtype_code": CODES[dtype.name], "prefixes": list(shards),
-                        "bos_id": vocabulary["bos_id"], "eos_id": vocabulary["eos_id"],
-                        "vocab_size": vocabulary["size"], "sources": counts, "total": total,
-                        "files": [draft.done[name] for name in sorted(files)]})
+        draft.describe({
+            "run": run.config.name, "bos": not without_bos, "eos": True, "dtype": dtype.name,
+            "bos_id": vocabulary["bos_id"], "eos_id": vocabulary["eos_id"], "vocab_size": vocabulary["size"],
+            "sources": counts, "total": sums, "files": [draft.done[name] for name in sorted(files)]})
         draft.publish()
-    echo(f"{out}: {total['docs']:,} documents, {total['tokens']:,} tokens in {len(files)} files")
+    echo(f"{out}: {sums['docs']:,} documents, {sums['tokens']:,} tokens in {len(files)} files")
 
 
 def _write(content: Callable[[], Iterator[bytes]], path: Path) -> str:
