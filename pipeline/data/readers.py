@@ -59,6 +59,8 @@ WRAPPINGS = 8
 """Objects in one another that are searched for the list of a file's records."""
 COLUMNAR = ("csv", "parquet", "arrow")
 """Formats that say once for a whole file which fields its records have."""
+_DELIMITER = re.compile(rb"(?:\xef\xbb\xbf)?sep=([\t,;:|^~#])\r?\n", re.I)
+"""A first line that names the delimiter, for Excel."""
 LONGEST_TOKEN = 100
 """Characters before the end of what was read in which an error may come of that end alone."""
 
@@ -490,7 +492,11 @@ def _text(file: Input) -> io.TextIOWrapper:
 def _csv_reader(file: Input, source: FilesSource, lines: Iterator[str]) -> Any:
     is_tsv = ".tsv" in [ending.lower() for ending in file.path.suffixes[-2:]]
     quotes: dict[str, Any] = {"quotechar": source.quote} if source.quote else {"quoting": csv.QUOTE_NONE}
-    return csv.reader(lines, strict=True, delimiter=source.delimiter or ("\t" if is_tsv else ","), **quotes)
+    usual = "\t" if is_tsv else ","
+    if named := _DELIMITER.match(file.head):
+        usual = named[1].decode()
+        next(lines)
+    return csv.reader(lines, strict=True, delimiter=source.delimiter or usual, **quotes)
 
 
 def _csv_lines(stream: io.TextIOWrapper, limit: Limit, size: list[int]) -> Iterator[str]:

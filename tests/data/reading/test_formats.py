@@ -152,7 +152,8 @@ def test_a_text_in_an_object_is_read(tmp_path, name):
     ("f.csv", 'n;text\n1;"a;\nb"\n2;c, d\n', {"delimiter": ";"}), ("f.tsv", 'n\ttext\n1\t"a;\nb"\n2\tc, d\n', {}),
     ("f.csv", "n|text\n1|'a;\nb'\n2|c, d\n", {"delimiter": "|", "quote": "'"}),
     ("f.csv", 'n,text\r1,"a;\nb"\r2,"c, d"\r', {}),
-    ("f.csv.gz", '\ufeffn;text\r\n1;"a;\nb"\r\n2;c, d\r\n', {"delimiter": ";"}),
+    ("f.csv", '\ufeffsep=;\r\n"n";"text"\r\n1;"a;\nb"\r\n2;c, d\r\n', {}),
+    ("f.csv.gz", 'SEP=|\n\nn;text\n1;"a;\nb"\n2;c, d\n', {"delimiter": ";"}),
     ("f.csv", '\n\nn,text\n1,"a;\nb"\n2,"c, d"\n', {})])
 def test_dialects_of_csv(tmp_path, name, content, fields):
     (tmp_path / name).write_bytes(COMPRESS[".gz" * name.endswith("gz")](content.encode()))
