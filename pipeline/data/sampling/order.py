@@ -306,11 +306,10 @@ class Order:
             segments = self.space.segments(length)
             if short := [f"{pool.name} ({pool.tokens:,})" for pool, share, segment in
                          zip(self.pools, shares, segments, strict=True) if share > 0 and not segment.pieces]:
-                least = min(pool.tokens for pool, share in zip(self.pools, shares, strict=True) if share > 0)
                 raise UserError(f"{phase.name} takes sequences from {', '.join(short)}: so few training tokens do not "
-                                f"fill one of {segments[0].each * length:,} and a label. Give more text"
-                                f"{', leave the source out of the mixture (0)' * (phase.train.mixture is not None)}, "
-                                f"or {_shorter(plan, length, least)}.")
+                                f"fill one of {segments[0].each * length:,} and a label. Give more text, lower "
+                                f"train.sequence_length and train.grain_tokens, or give the source the weight 0 in the "
+                                f"mixture.")
             self._mixes.append(Mix([pool.name for pool in self.pools], shares, seed))
             steps = [phase.first_step, phase.sequences] if plan.declared else []
             links = [sha256_json({"before": link, "steps": own, "length": length, "shares": shares,
@@ -464,12 +463,3 @@ def _round_keys(key: tuple[int, ...]) -> np.ndarray:
     for part in key:
         state = mixed(GOLDEN + (state ^ np.uint64(part & 0xFFFFFFFFFFFFFFFF)))
     return mixed(GOLDEN + (state + np.arange(1, ROUNDS + 1, dtype=np.uint64)))
-
-
-def _shorter(plan: PhasePlan, length: int, tokens: int) -> str:
-    """What to set so that a source of so many tokens fills a sequence. Without phases a divisor of the length, by which
-    a batch stays a whole number of sequences."""
-    fitting = [length // parts for parts in range(2, length + 1) if length % parts == 0 and length // parts < tokens]
-    if plan.declared or not fitting:
-        return "lower train.sequence_length and train.grain_tokens"
-    return f"set train.sequence_length to {fitting[0]}"

@@ -365,10 +365,8 @@ def make_plan(packing: Packing, group: Group, say: Callable[[str], None]) -> Pac
         packing.numbers[own], packing.sha256[own] = numbers, digests
     made = sum(part[3] for part in parts)
     if group.rank == 0 and made:
-        of = "" if packing.left is None else (
-            f" in sequences of {packing.length:,}, of what an epoch has left where the length changes,")
-        say(f"planned the best-fit packing{of} of {made:,} of {len(rows):,} token shards, of which there was no valid "
-            f"plan")
+        say(f"planned the best-fit packing of {made:,} of {len(rows):,} token shards in sequences of "
+            f"{packing.length:,}, of which there was no valid plan")
     return packing
 
 

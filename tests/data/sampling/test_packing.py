@@ -72,7 +72,7 @@ def test_what_is_damaged_of_a_plan_is_planned_again(tmp_path, harm):
     if harm == "cut":
         refused(UserError, r"has [\d,]+ bytes instead of", first.batch_of, np.arange(8))
     again = packed(tmp_path, table, said=logged)
-    assert len(logged) == 1 and "packing of 1 of 3 token shards, of which there was no" in logged[0]
+    assert len(logged) == 1 and "packing of 1 of 3 token shards in sequences of 16" in logged[0]
     assert again.order.plan_sha256 == first.order.plan_sha256 and contents(tmp_path) == before
     packed(tmp_path, table, planner=lambda packing: make_plan(packing, Alone(), pytest.fail))
 
