@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.config.data import FilesSource
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.documents import (
     Limit,
     Records,
@@ -229,7 +230,7 @@ def _rows(batch: Any, first: int, file: Input, source: FilesSource, size: int) -
             yield place, row
 
 
-def _size(row: dict[str, Any], field: str, average: int) -> int:
+def _size(row: Record, field: str, average: int) -> int:
     """About how many bytes a row has: those of its text, or of an average row if that is more."""
     text = value_in(row, field)
     return max(average, len(text) if isinstance(text, (str, bytes)) else 0)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.core.console import first, readable
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.documents import Document, Rejection
 
 if TYPE_CHECKING:
@@ -66,11 +67,11 @@ class FileRead:
         else:
             self.documents += 1
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Record:
         """What differs from a file of which nothing is known."""
         return {name: value for name, value in vars(self).items() if value != getattr(FileRead, name, None)}
 
-    def add(self, part: dict[str, Any]) -> None:
+    def add(self, part: Record) -> None:
         """Add what was recorded of a part of it."""
         for name in ("documents", "rejected", "lost_bytes", "truncated"):
             setattr(self, name, getattr(self, name) + part.get(name, 0))
@@ -92,7 +93,7 @@ class FileRead:
         return f"{self.source}/{self.file} ({self.documents:,} documents read, {rest}: {self.reason[:MOST_REASON]})"
 
 
-def files_read(inputs: Iterable[dict[str, Any]]) -> list[FileRead]:
+def files_read(inputs: Iterable[Record]) -> list[FileRead]:
     """The files in the order of `inputs`, the units' records of files and of parts of them; without those that a
     dataset's own library has read."""
     result: dict[str, FileRead] = {}
@@ -102,7 +103,7 @@ def files_read(inputs: Iterable[dict[str, Any]]) -> list[FileRead]:
     return list(result.values())
 
 
-def counts_of_files(files: Sequence[FileRead]) -> dict[str, Any]:
+def counts_of_files(files: Sequence[FileRead]) -> Record:
     """How many files and bytes of a source were read, for the manifest."""
     became = dict.fromkeys(BECAME, 0)
     for file in files:
@@ -111,7 +112,7 @@ def counts_of_files(files: Sequence[FileRead]) -> dict[str, Any]:
             "bytes": {"in": sum(file.bytes for file in files), "rejected": sum(file.lost_bytes for file in files)}}
 
 
-def counts_of_dataset(dataset: dict[str, Any], documents: int, rejected: int) -> dict[str, Any]:
+def counts_of_dataset(dataset: Record, documents: int, rejected: int) -> Record:
     """The same of a dataset (see `hub.files_record`), whose library does not say what it took from which file: its
     files are counted together, and of their bytes the share of rejected documents."""
     size, files = dataset["bytes"], dataset["files"]
@@ -130,7 +131,7 @@ def named(files: Sequence[FileRead]) -> str:
     return first(list(map(str, files)), FEW_NAMED)
 
 
-def dataset_remarks(source: HubSource, dataset: dict[str, Any], documents: int) -> Iterator[str]:
+def dataset_remarks(source: HubSource, dataset: Record, documents: int) -> Iterator[str]:
     """What a person should know of what of a dataset was not read, as lines."""
     for reason in dict.fromkeys(dataset["left_out"].values()):
         names = [name for name, own in dataset["left_out"].items() if own == reason]
@@ -208,7 +209,7 @@ class DataCard:
         example = {"id": dropped.document.id, "text": text[:EXAMPLE_CHARACTERS] + more}
         _show(self._shown, dropped.filter, dropped.reason, [example], self._examples)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Record:
         """As JSON: `documents`, `changed`, `bytes` and `characters` of those that the filters kept; `lengths`, by k the
         documents of 2^(k-1) to 2^k - 1 bytes; `examples` of dropped ones by filter and reason."""
         return {**self._counts,
@@ -224,7 +225,7 @@ def _show(shown: dict[str, dict[str, list[Any]]], name: str, reason: str, exampl
         own += examples[:most - len(own)]
 
 
-def source_card(records: Sequence[Mapping[str, Any]], examples: int) -> dict[str, Any]:
+def source_card(records: Sequence[Mapping[str, Any]], examples: int) -> Record:
     """The card of a source, of its units' records in order: their cards added up, and their `findings` of languages,
     scores and duplicate lines.
 
@@ -253,9 +254,9 @@ def source_card(records: Sequence[Mapping[str, Any]], examples: int) -> dict[str
     return {**card, "examples": shown, **{what: own for what, own in seen.items() if own}}
 
 
-def total(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def total(parts: Iterable[Record]) -> Record:
     """Counts, in dictionaries of dictionaries, added up; what only some have is there as well."""
-    result: dict[str, Any] = {}
+    result: Record = {}
     for part in parts:
         for name, value in part.items():
             nested = isinstance(value, dict)

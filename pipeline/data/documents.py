@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from drover.pipeline.core.errors import is_full_disk
+from drover.pipeline.core.files import Record
 
 if TYPE_CHECKING:
     from drover.pipeline.config.data import FilesSource
@@ -42,7 +43,7 @@ class Page:
     data: bytes
     kind: str = "html"
     charset: str = ""
-    meta: dict[str, Any] = field(default_factory=dict)
+    meta: Record = field(default_factory=dict)
 
 
 class UnusableColumnsError(Exception):
@@ -108,7 +109,7 @@ class Document:
     text: str
     source: str
     id: str
-    meta: dict[str, Any]
+    meta: Record
     key: str = ""
     place: str = field(default="", compare=False)
 
@@ -177,7 +178,7 @@ def key_fits(document: Document) -> bool:
     return document.key.partition("-")[0] == digest(document.text.encode()).hex()
 
 
-def as_values(document: Document) -> dict[str, Any]:
+def as_values(document: Document) -> Record:
     """The document as JSON's values."""
     return {"text": document.text, "source": document.source, "id": document.id, "meta": document.meta,
             **({"place": document.place} if document.place else {})}
@@ -207,7 +208,7 @@ def from_json(member: bytes, key: str) -> Document:
     return document
 
 
-def value_in(record: dict[str, Any], name: str) -> Any:
+def value_in(record: Record, name: str) -> Any:
     """The value of the field of that name, or of one in nested objects, as `content.text`; None if there is none."""
     if name in record:
         return record[name]

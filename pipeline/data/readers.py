@@ -27,6 +27,7 @@ from typing import IO, Any
 import orjson
 
 from drover.pipeline.config.data import COMPRESSIONS, FilesSource, ShardConfig, file_format
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.columnar import (
     arrow_records,
     check_columns,
@@ -311,7 +312,7 @@ def _records_of(file: Input, values: list[Any], field: str, alone: bool) -> list
     return records
 
 
-def lists_of_records(value: dict[str, Any], field: str, path: str) -> Iterator[tuple[str, list[Any]]]:
+def lists_of_records(value: Record, field: str, path: str) -> Iterator[tuple[str, list[Any]]]:
     """The lists of records with text within an object, and the dotted names of the fields in which they stand."""
     for name, own in value.items():
         inner = f"{path}.{name}" if path else name
@@ -334,7 +335,7 @@ class Repeating(dict[str, Any]):
         self.repeated = {key for key, count in counts.items() if count > 1}
 
 
-def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _as_object(pairs: list[tuple[str, Any]]) -> Record:
     made = dict(pairs)
     return made if len(made) == len(pairs) else Repeating(pairs)
 

@@ -28,6 +28,7 @@ from drover.pipeline.config.shipped import name_of
 from drover.pipeline.core.background import ordered_map
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import AbsentInputError, UserError, all_problems, listed
+from drover.pipeline.core.files import Record
 from drover.pipeline.core.folders import matches, once
 from drover.pipeline.data.filters.base import Filter
 from drover.pipeline.data.hub import folder_files
@@ -78,7 +79,7 @@ def _refuse(problems: dict[str, list[str]], title: str, files: list[Any]) -> Non
         raise AbsentInputError(all_problems(every, title, len(every)), files, set(problems))
 
 
-def reading_units(config: ShardConfig, files: Sequence[ListedFile]) -> list[dict[str, Any]]:
+def reading_units(config: ShardConfig, files: Sequence[ListedFile]) -> list[Record]:
     """The corpus cut into pieces of work, in order: payloads for `drover.pipeline.data.reading.stage_unit`.
 
     A unit is a run of whole files of one source with about `shard_mb` together, a part of about that size (and at least
@@ -93,7 +94,7 @@ def reading_units(config: ShardConfig, files: Sequence[ListedFile]) -> list[dict
     of_source: dict[str, list[Piece]] = defaultdict(list)
     for file in files:
         of_source[file["name"].partition("/")[0]].append(Piece(**file, start=0, stop=file["bytes"]))
-    units: list[dict[str, Any]] = []
+    units: list[Record] = []
     for source in config.sources:
         pieces = of_source[source.name]
         groups = [pieces] if isinstance(source, HubSource) else \
@@ -319,9 +320,9 @@ class TokenUnit(TypedDict):
     name: str
     split: str
     validation_share: float
-    source: dict[str, Any]
-    piece: dict[str, Any]
-    beside: list[dict[str, Any]]
+    source: Record
+    piece: Record
+    beside: list[Record]
 
 
 def token_units(sources: Sequence[TokenSource], files: Sequence[ListedFile]) -> list[TokenUnit]:

@@ -25,7 +25,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import changed_ns, opened, refuse_irregular
+from drover.pipeline.core.files import Record, changed_ns, opened, refuse_irregular
 from drover.pipeline.data.counts import FileRead
 from drover.pipeline.data.documents import Place, Rejection
 from drover.pipeline.storage.object_files import ObjectFile, content_number
@@ -178,7 +178,7 @@ class Input:
         own = self.piece.stop - self.piece.start
         return own * min(size, self.content) // self.content if self.content else own
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Record:
         """What the unit's record says of the file: name, size, time and sha256, for which the rest of the file is read
         now. Of a file in parts only the first has the hash."""
         sha256 = self._hash.sha256()

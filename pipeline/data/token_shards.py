@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from drover.pipeline.contract.manifest import check_record
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Count, atomic_file, problems_of, refuse_irregular
+from drover.pipeline.core.files import Count, Record, atomic_file, problems_of, refuse_irregular
 
 FORMAT = 1
 KEY_BYTES = 16
@@ -68,7 +68,7 @@ class TokenShard:
         token_count: tokens in all, BOS and EOS of each document included.
     """
 
-    def __init__(self, path: Path, record: dict[str, Any]) -> None:
+    def __init__(self, path: Path, record: Record) -> None:
         self.path = path
         self.record = record
         self.source: str = record["source"]
@@ -200,7 +200,7 @@ class TokenShard:
 
 
 def write_shard(path: Path, tokens: NDArray[Any], offsets: NDArray[np.int64], text_bytes: Sequence[int],
-                keys: Sequence[str], *, metadata: dict[str, str]) -> dict[str, Any]:
+                keys: Sequence[str], *, metadata: dict[str, str]) -> Record:
     """Write documents as a shard that appears whole or not at all; equal documents give equal bytes.
 
     Args:
@@ -320,7 +320,7 @@ class ShardTable:
     kinds: tuple[tuple[str, str, str], ...]
 
     @classmethod
-    def of(cls, records: Sequence[dict[str, Any]]) -> ShardTable:
+    def of(cls, records: Sequence[Record]) -> ShardTable:
         """The output records of an encode stage as columns; UserError if a record contradicts itself."""
         for record in records:
             check_record(record, TokenRecord, "encode")
@@ -343,7 +343,7 @@ class ShardTable:
         """Hex sha256 of the shard's file."""
         return self.sha256[row].tobytes().hex()
 
-    def record(self, row: int) -> dict[str, Any]:
+    def record(self, row: int) -> Record:
         """What the manifest says of a shard, as far as reading it needs that."""
         split, source, dtype = self.kinds[self.kind[row]]
         return {"path": self.paths[row], "sha256": self.digest(row), "split": split, "source": source, "dtype": dtype,

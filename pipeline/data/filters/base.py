@@ -48,6 +48,7 @@ from drover.pipeline.config.kinds import Kind, external_sources
 from drover.pipeline.config.section import added
 from drover.pipeline.config.shipped import FILTERS, name_of
 from drover.pipeline.core.errors import UnusableInputError, raised_at
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.counts import most_frequent
 from drover.pipeline.data.documents import Document, as_values, to_json
 
@@ -89,7 +90,7 @@ class Filter(Kind):
     def take(self, files: Sequence[Path]) -> None:
         """Read what passes before the reading made for it; for most filters there is nothing."""
 
-    def findings(self) -> dict[str, Any]:
+    def findings(self) -> Record:
         """What it has counted in the documents so far: numbers, or dictionaries of them."""
         return {}
 
@@ -184,7 +185,7 @@ class Chain:
             document = result
         return document, member
 
-    def findings(self) -> dict[str, dict[str, Any]]:
+    def findings(self) -> dict[str, Record]:
         """The findings of filters that have some, by name."""
         return {name_of(own): result for own in self.filters if (result := own.findings())}
 
@@ -196,12 +197,12 @@ class Chain:
         return dropped
 
 
-def no_counts(filters: Sequence[Any]) -> dict[str, dict[str, Any]]:
+def no_counts(filters: Sequence[Any]) -> dict[str, Record]:
     """The counts of filters before any document."""
     return {name_of(own): {"documents": 0, "bytes": 0, "changed": 0, "reasons": {}} for own in filters}
 
 
-def few_reasons(counts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def few_reasons(counts: dict[str, Record]) -> dict[str, Record]:
     """Counts of filters with the most frequent reasons of each."""
     return {name: {**own, "reasons": most_frequent(own["reasons"], MOST_REASONS, OTHER_REASONS)}
             for name, own in counts.items()}

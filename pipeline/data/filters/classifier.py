@@ -20,6 +20,7 @@ from pydantic import Field
 from drover.pipeline.config.section import LocalPath, execution
 from drover.pipeline.config.shipped import name_of
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.base import Filter
 
@@ -132,7 +133,7 @@ class Classifier(FastText):
     def _histogram(self) -> dict[str, dict[str, int]]:
         return {f"{number / BINS:.2f}": {"kept": 0, "dropped": 0} for number in range(BINS)}
 
-    def findings(self) -> dict[str, Any]:
+    def findings(self) -> Record:
         """How many documents it kept and dropped, by the lower end of the scores' bins."""
         return {"scores": self._histogram}
 

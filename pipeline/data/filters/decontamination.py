@@ -19,7 +19,7 @@ from drover.pipeline.config.loading import read_task
 from drover.pipeline.config.section import LocalPath, Section, execution
 from drover.pipeline.config.shipped import name_of
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import output_record, write_json
+from drover.pipeline.core.files import Record, output_record, write_json
 from drover.pipeline.data.counts import total
 from drover.pipeline.data.documents import Document, Limit, Place, Rejection, damage, is_shortage
 from drover.pipeline.data.filters.base import Filter
@@ -97,7 +97,7 @@ def items_of(given: EvaluationSet) -> Iterator[Item]:
             yield Item(str(task), f"{file.name}:{number}", "\n".join(texts))
 
 
-def _records(path: Path, fields: list[str]) -> Iterator[tuple[Place, dict[str, Any]]]:
+def _records(path: Path, fields: list[str]) -> Iterator[tuple[Place, Record]]:
     """The records of a file: of columns those with the fields, or all."""
     source = FilesSource(kind="files", name="items", paths=[str(path)], text_field="",
                          meta_fields=[field.partition(".")[0] for field in fields])
@@ -117,7 +117,7 @@ def _records(path: Path, fields: list[str]) -> Iterator[tuple[Place, dict[str, A
                         f"`fields`.") from None
 
 
-def _texts(record: dict[str, Any], field: str, path: Path, number: Place) -> list[str]:
+def _texts(record: Record, field: str, path: Path, number: Place) -> list[str]:
     """The texts in a field of an item, which may be a list, or lie in other fields."""
     value: Any = record
     for name in field.split("."):
@@ -136,7 +136,7 @@ def _strings(value: Any) -> list[str]:
     return [] if value is None else [str(value)]
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _settings(path: Path) -> Record:
     """What a task's .yaml says."""
     result = read_task(path, yaml.SafeLoader, " For a task that needs code or includes other files, name its data file "
                       "and `fields` instead.")
@@ -146,7 +146,7 @@ def _settings(path: Path) -> dict[str, Any]:
     return result
 
 
-def _data_files(path: Path, settings: dict[str, Any]) -> list[Path]:
+def _data_files(path: Path, settings: Record) -> list[Path]:
     result: list[Path] = []
     for pattern in _strings(settings["dataset_kwargs"]["data_files"]):
         matches = sorted(path.parent.glob(pattern)) if "*" in pattern else [path.parent / pattern]
@@ -158,7 +158,7 @@ def _data_files(path: Path, settings: dict[str, Any]) -> list[Path]:
     return list(dict.fromkeys(result))
 
 
-def _of_task(record: dict[str, Any], settings: dict[str, Any], path: Path, number: Place) -> list[str]:
+def _of_task(record: Record, settings: Record, path: Path, number: Place) -> list[str]:
     """The fields of an item that its task's doc_to_text names, then the right choice, or what doc_to_target names."""
     choices, gold = record.get(str(settings.get("doc_to_choice"))), record.get(str(settings.get("doc_to_target")))
     if isinstance(choices, list) and isinstance(gold, int) and 0 <= gold < len(choices):
@@ -237,13 +237,13 @@ class Decontamination(Filter):
         named = {task: names[:MOST_IN_META] for task, names in of_task.items()}
         return replace(document, meta={**document.meta, META: named})
 
-    def summary(self, findings: dict[str, dict[str, int]]) -> dict[str, dict[str, Any]]:
+    def summary(self, findings: dict[str, dict[str, int]]) -> dict[str, Record]:
         """Of each task the rule, how many `items` it has, `too_short` to be looked for, `found` in `documents`; as
         `which`, each that was found with the number of documents; and a `warning` if most are too short.
 
         findings: those of all units, added up.
         """
-        tasks: dict[str, dict[str, Any]] = {}
+        tasks: dict[str, Record] = {}
         items, index = self._sets
         for item, short in zip(items, index.too_short.tolist(), strict=True):
             own = tasks.setdefault(item.task, {"n": self.n, "min_words": self.min_words, "action": self.action,
@@ -266,8 +266,8 @@ def short_sets(filters: Iterable[Any]) -> list[str]:
             if "warning" in own]
 
 
-def gather_contamination(work: Work, filters: Iterable[Any], findings: Iterable[dict[str, Any]]
-                         ) -> tuple[dict[str, Any], dict[str, Any]]:
+def gather_contamination(work: Work, filters: Iterable[Any], findings: Iterable[Record]
+                         ) -> tuple[Record, Record]:
     """What these filters have found, which is printed, and of which each item goes into `contamination.json`.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -52,7 +52,7 @@ def find_frequent_lines(work: Work, units: Sequence[Task]) -> dict[str, list[str
     return made
 
 
-def count_lines(folder: Path, payload: dict[str, Any]) -> Record:
+def count_lines(folder: Path, payload: Record) -> Record:
     """Write the runs of a unit. Returns the files as `outputs`.
 
     payload: of `stage_unit`, with the filters before that `for` which lines are counted.
@@ -76,7 +76,7 @@ def count_lines(folder: Path, payload: dict[str, Any]) -> Record:
     return dict(with_records(folder, paths))
 
 
-def frequent_lines(folder: Path, payload: dict[str, Any]) -> Record:
+def frequent_lines(folder: Path, payload: Record) -> Record:
     """Write the lines of a partition that occur in more than `most` documents, sorted. Returns the file as `outputs`.
 
     payload: `runs`, the files of all units; `part` of `parts`, the partition; `for`, the name of the filter.

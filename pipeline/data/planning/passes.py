@@ -25,7 +25,7 @@ import numpy as np
 
 from drover.pipeline.contract.workers import Task
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import atomic_file, output_record
+from drover.pipeline.core.files import Record, atomic_file, output_record
 from drover.pipeline.data.documents import Document, document_key, to_json, validation_below
 from drover.pipeline.data.filters.base import DROPPED, Dropped
 from drover.pipeline.data.planning.near_duplicates import banding, join_components, near_columns, resolve_partition
@@ -73,8 +73,8 @@ class Decided:
     dropped: np.ndarray
     least: dict[int, float]
     pieces: list[list[list[ShardPiece]]]
-    payloads: list[dict[str, Any]]
-    kept: list[dict[str, Any]]
+    payloads: list[Record]
+    kept: list[Record]
 
     def sums(self, source: int) -> dict[str, dict[str, int]]:
         """By split, SUMS over the documents of a source, by its number."""
@@ -88,7 +88,7 @@ class Decided:
 
 
 def decide(work: Work, config: ShardConfig, names: list[str], sources: list[int],
-           read: list[dict[str, Any]]) -> Decided:
+           read: list[Record]) -> Decided:
     """Decide what becomes of all staged documents.
 
     Args:
@@ -123,7 +123,7 @@ def decide(work: Work, config: ShardConfig, names: list[str], sources: list[int]
                    output for record in decided for output in record["outputs"] if "split" in output])
 
 
-def rank_source(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
+def rank_source(folder: Path, payload: Record) -> Record:
     """Write which documents of a source are not among the best, a bool each. Holds 33 bytes for each document.
 
     payload: `source`, its number; `share` of its documents, without duplicates, that is kept; `drop` as in
@@ -169,7 +169,7 @@ DUPLICATES = "duplicates"
 _ROWS_AT_ONCE = 20_000
 
 
-def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
+def decide_group(folder: Path, payload: Record) -> Record:
     """Write what becomes of each document of a group.
 
     payload: `group`; `drop` (whether equal documents are dropped); `validation` (see `validation_below`; None: not
@@ -185,7 +185,7 @@ def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     documents = StagedDocuments(folder, plan)
     outcomes, kept, splits_by = _decided(folder, plan, documents, group, payload["drop"])
     begin, _ = plan.bounds(group)
-    record: dict[str, Any] = {"sums": [], "dropped": [], "outputs": []}
+    record: Record = {"sums": [], "dropped": [], "outputs": []}
     for unit in plan.units(group):
         index, first = np.load(staged(folder, plan.names[unit], ".npy")), plan.starts[unit] - begin
         own = outcomes[first:first + len(index)]
@@ -209,7 +209,7 @@ def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def _write_low(documents: StagedDocuments, name: str, numbers: np.ndarray, reasons: dict[str, str]) -> dict[str, Any]:
+def _write_low(documents: StagedDocuments, name: str, numbers: np.ndarray, reasons: dict[str, str]) -> Record:
     """Write the documents with low scores as those that filters drop; the output's record. reasons: by source."""
     path = documents.folder / DROPPED / f"low_score-{name}.jsonl"
     size = 0
@@ -246,7 +246,7 @@ def _decided(folder: Path, plan: CorpusLayout, documents: StagedDocuments, group
 
 
 def _write_kept(documents: StagedDocuments, name: str, numbers: np.ndarray, kept: np.ndarray,
-                kinds: list[str]) -> dict[str, Any]:
+                kinds: list[str]) -> Record:
     """Write, for each dropped document, its id and source, those of the one that is kept, why it was dropped, and
     whether both texts are equal; in order, as Parquet. Returns the output's record."""
     import pyarrow as pa
@@ -304,7 +304,7 @@ def all_of_unit(plan: CorpusLayout, sums: np.ndarray, unit: int, outcome: int) -
     return ShardPiece(plan.names[unit], 0, plan.documents(unit), outcome, sums[unit, outcome].tolist())
 
 
-def plan_shards(pieces: list[list[list[ShardPiece]]], target: float, sources: list[str]) -> list[dict[str, Any]]:
+def plan_shards(pieces: list[list[list[ShardPiece]]], target: float, sources: list[str]) -> list[Record]:
     """The payloads for `write_shard`, in order: shards of about equal size, as few as keep to `target` on average.
 
     Args:
@@ -335,7 +335,7 @@ def picked(folder: Path, unit: str, first: int, end: int, outcome: int) -> tuple
     return rows, np.array(np.load(staged(folder, unit, ".npy"), mmap_mode="r")[rows])
 
 
-def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
+def write_shard(folder: Path, payload: Record) -> Record:
     """Write one shard; its record as `outputs`. If documents are larger than half a shard, no document may begin in
     this one: then it is not written.
 

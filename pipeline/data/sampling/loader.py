@@ -12,12 +12,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.data.sampling.batch import Batch, assemble
 from drover.pipeline.data.sampling.order import TOGETHER, Order, Pool, groups, is_one_pool, lengths_of
@@ -67,7 +67,7 @@ class TrainingData:
         """What each pool is made of."""
         return [sequences.shards for sequences in self.spaces[0]]
 
-    def packing_facts(self) -> dict[str, Any]:
+    def packing_facts(self) -> Record:
         """Figures of each plan of a packing; empty without one."""
         return {packing.folder.name: packing.figures() for packing in self.packings}
 

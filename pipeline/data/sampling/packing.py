@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drover.pipeline.core.errors import UserError, all_problems
-from drover.pipeline.core.files import atomic_file, opened, sha256_json
+from drover.pipeline.core.files import Record, atomic_file, opened, sha256_json
 from drover.pipeline.data.sampling.order import Cursor, Segment, permute
 from drover.pipeline.data.token_shards import Descriptor, OpenShards, Shards, TokenShard, most_open, open_sized
 
@@ -271,7 +271,7 @@ class Packing:
         """The file of a shard's plan."""
         return self.folder / Path(self.table.paths[row]).with_suffix(".bins")
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> Record:
         """Sequences, the share of padding in them, documents, and the share of these that is cut."""
         bins, _, documents, cut, tokens = self.numbers.sum(0).tolist()
         return {"sequences": bins, "padding_share": 1 - tokens / max(1, bins * self.length), "documents": documents,
