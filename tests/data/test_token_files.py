@@ -163,14 +163,12 @@ DAMAGES = {
     "numpys": lambda folder: shortened(numpys(folder)), "megatron": lambda folder: shortened(megatron(folder)),
     "datatrove": lambda folder: raw(folder, name=datatrove(folder).name, ids=STREAM[:-1]),
     "parquet": lambda folder: shortened(parquet(folder)), "arrow": lambda folder: shortened(arrow_file(folder)),
-    "evaluation": lambda folder: llm_c(folder, 20240522), "magic": lambda folder: with_index(megatron(folder), b"T", 0),
-    "version": lambda folder: with_index(megatron(folder), b"\2", 9),
+    "evaluation": lambda folder: llm_c(folder, 20240522),
     "floats": lambda folder: with_index(megatron(folder), b"\6", 17),
     "index": lambda folder: shortened(megatron(folder).with_suffix(".idx")).with_suffix(".bin"),
     "matrix": lambda folder: [np.save(folder / "a.npy", np.zeros((2, 3), int)), folder / "a.npy"][1],
     "short": lambda folder: shortened(shortened(megatron(folder))),
-    "text": lambda folder: table_of(folder, input_ids=["a"]), "flat": lambda folder: table_of(folder, input_ids=[1]),
-    "missing": lambda folder: table_of(folder, ids=[[1]])}
+    "text": lambda folder: table_of(folder, input_ids=["a"]), "missing": lambda folder: table_of(folder, ids=[[1]])}
 
 
 @pytest.mark.parametrize(("damage", "message"), table("""
@@ -184,13 +182,10 @@ DAMAGES = {
     parquet -> Parquet
     arrow -> Arrow
     evaluation -> number 20240522
-    magic -> a.idx is cut, or no index of Megatron's
-    version -> a.idx is cut, or no index of Megatron's
     floats -> a.idx is cut, or no index of Megatron's
     index -> a.idx is cut, or no index of Megatron's
     matrix -> is an array \\(2, 3\\) of int64, not a row of ids
     text -> has no column input_ids with lists of ids
-    flat -> has no column input_ids with lists of ids
     missing -> has no column input_ids with lists of ids"""))
 def test_cut_and_strange_files_are_refused_by_name(damage, message, tmp_path):
     tokens = read_tokens(DAMAGES[damage](tmp_path), 0, 9999, "uint16", "input_ids", [BOS, EOS])

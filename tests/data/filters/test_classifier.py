@@ -120,11 +120,6 @@ def test_a_part_of_a_model_is_refused(tmp_path, quantized):
         refused(UserError, "is no fastText model with labels: it does not end as one does", scored, path)
 
 
-def test_an_unknown_label_is_refused():
-    refused(UserError, r"The filter classifier names __label__en, but the model .* knows 3 labels, among them de, en, "
-            r"fr\. Did you mean en\? Correct `label`", scored, label="__label__en")
-
-
 def test_low_scores_are_dropped_with_the_score_and_the_histogram_is_reported(tmp_path):
     write_jsonl(tmp_path / "f.jsonl", [{"text": line} for line in LINES])
     config = write_config(tmp_path, [files_source("web", tmp_path / "f.jsonl")], validation_share=0.3,

@@ -3,7 +3,6 @@ stage makes of it."""
 
 import json
 from ast import literal_eval
-from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +14,6 @@ from pydantic import ValidationError
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data import item_index
 from drover.pipeline.data.documents import Document
-from drover.pipeline.data.filters import decontamination
 from drover.pipeline.data.filters.decontamination import MOST_IN_META, OUTPUT
 from drover.pipeline.data.item_index import ItemIndex, comparable_words
 from tests.conftest import REPOSITORY
@@ -168,13 +166,6 @@ def test_files_that_are_no_sets_are_refused(tmp_path, name, content, fields, mes
     (tmp_path / name).write_text(content)
     with pytest.raises((UserError, ValidationError), match=message):
         filter_of((tmp_path / name, fields)).open()
-
-
-def test_memory_that_runs_out_says_nothing_against_a_set(tmp_path, monkeypatch):
-    (tmp_path / "a.csv").write_text("q\n1\n")
-    monkeypatch.setattr(decontamination, "file_records", Mock(side_effect=pa.ArrowMemoryError("malloc failed")))
-    with pytest.raises(MemoryError):
-        filter_of((tmp_path / "a.csv", ["q"])).open()
 
 
 def test_equal_names_in_one_task_are_refused(tmp_path):

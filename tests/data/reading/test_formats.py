@@ -86,12 +86,10 @@ def test_a_first_line_that_is_broken_or_long_makes_no_other_json(tmp_path):
         assert rejection.lost_bytes == len(first) + 1
 
 
-def test_a_large_object_is_named_with_what_to_do_and_many_fields_are_not_listed(tmp_path):
+def test_a_large_object_is_named_with_what_to_do(tmp_path):
     (tmp_path / "f.json").write_text(json.dumps({"data": [{"text": "x" * 99}] * 9000}))
     _, [rejection] = read(files_source(tmp_path / "f.json"), max_document_mb=0.5)
     assert "jq -c '.FIELD[]'" in rejection.reason and rejection.lost_bytes == (tmp_path / "f.json").stat().st_size
-    (tmp_path / "f.json").write_text(json.dumps({f"id{number}": {"text": "a"} for number in range(9000)}))
-    assert len(read(tmp_path / "f.json")[1][0].reason) < 300
 
 
 def test_lists_that_are_no_records_stay_what_they_are(tmp_path):
@@ -106,28 +104,17 @@ def test_lists_that_are_no_records_stay_what_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("record", [
-    '{"text": "%s", "id": 5, "text": "x"}', '{"type": "text", "text" : "%s", "text":"x"}',
-    '{"text": "%s", "text": "%s"}'])
-@pytest.mark.parametrize("name", ["f.jsonl", "f.json"])
-def test_a_record_with_two_texts_is_rejected(tmp_path, name, record):
-    for text in ("x", "y" * 3000, r'é\n\"' * 500):
-        content = f'{{"text": "a"}}\n{record.replace("%s", text)}\n{{"text": "b", "m": {{"text": "c", "text": "d"}}}}\n'
-        (tmp_path / name).write_bytes(content.encode())
-        documents, [rejection] = read(tmp_path / name)
-        assert texts(documents) == ["a", "b"] and "'text' occurs more than once" in rejection.reason
-
-
-@pytest.mark.parametrize("record", [
-    '{"id": 1, "text": "x", "id": 2}', '{"text": "x", "id": 1, "m": {"lang": "en"}, "m": {"lang": "de"}}',
+    '{"id": 1, "text": "x", "id": 2}', '{"text": "y", "id": 1, "type": "text", "text" : "x"}',
+    '{"text": "x", "id": 1, "m": {"lang": "en"}, "m": {"lang": "de"}}',
     '{"text": "x", "id": 1, "m": {"lang": "en", "lang": "de"}}'])
 @pytest.mark.parametrize("name", ["f.jsonl", "f.json"])
-def test_a_record_with_two_ids_or_meta_fields_is_rejected(tmp_path, name, record):
+def test_a_record_with_two_texts_ids_or_meta_fields_is_rejected(tmp_path, name, record):
     good = '{"text": "the \\"id\\": 5, \\u0061", "id": 7, "m": {"lang": "en", "id": 8}, "n": {"id": 9}}\n'
     (tmp_path / name).write_text(f"{good}{record}\n{good}")
     documents, [rejection] = read(files_source(tmp_path / name, id_field="id", meta_fields=["m.lang"]))
     assert [(own.id, own.meta) for own in documents] == [("7", {"m.lang": "en"})] * 2
     assert "occurs more than once" in rejection.reason and rejection.lost_bytes >= len(record)
-    assert len(read(files_source(tmp_path / name))[0]) == 3
+    assert len(read(files_source(tmp_path / name))[0]) == 3 - ("y" in record)
 
 
 @pytest.mark.parametrize("name", ["f.jsonl", "f.json", "f.parquet", "f.arrow"])

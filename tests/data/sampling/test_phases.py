@@ -312,8 +312,6 @@ def test_limits_and_printed_lines():
     together = config_of(steps=300, max_epochs={"books": 1})
     assert "allows 1 of books, and the plan takes 1.07 (48k of 44.8k tokens of all sources)" in excesses(
         together.train, plan_for(together))[0]
-    other = config_of(steps=3000, mixture={"web": 3, "code": 1, "books": 1}, max_epochs={"code": 30})
-    assert many_epochs(other.train, plan_for(other).epochs).keys() == {"web", "books"}, "code has a limit of its own"
     shorter = config_of(phases=[{"until": 1600, "mixture": {"web": 1, "code": 0, "books": 0}},
                                 {"until": 3200, "sequence_length": 32}])
     over = tokens_text(plan_for(shorter).left[1]["web"])
