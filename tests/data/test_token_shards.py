@@ -173,11 +173,12 @@ def test_files_and_entries_are_bounded_whatever_is_read(tmp_path, opened):
     assert open_files() == before
 
 
-def test_a_record_that_contradicts_itself_is_the_fault_of_the_manifest(tmp_path):
-    records = make_shards(tmp_path, 3)
+def test_a_record_that_contradicts_itself_is_named(tmp_path):
+    [record] = write_shards(tmp_path, [("train/web-00000", DOCUMENTS)])
     for name in ("docs", "tokens", "keys_offset"):
-        refused(UserError, rf"The manifest of the stage encode is damaged: {records[1]['path']} is .* --force",
-                ShardTable.of, [*records[:1], {**records[1], name: 10**9}, *records[2:]])
+        shard = TokenShard(tmp_path / record["path"], {**record, name: 10**15})
+        refused(UserError, "web-00000.arrow is too small for the documents that its manifest lists",
+                lambda shard=shard: (shard.tokens(0, shard.token_count), shard.keys(0, shard.documents)))
 
 
 def test_a_shard_that_is_cut_is_told_at_the_first_read_and_by_its_size(tmp_path):
