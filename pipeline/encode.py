@@ -27,7 +27,7 @@ from drover.pipeline.data.documents import digest, validation_below
 from drover.pipeline.data.streams import Input, Piece
 from drover.pipeline.data.text_shards import SPLITS, TextRecord, read_texts, shard_name, shard_records
 from drover.pipeline.data.token_files import read_tokens, split_documents
-from drover.pipeline.data.token_shards import TokenShard, read_batch, write_shard
+from drover.pipeline.data.token_shards import Ids, Integers, TokenShard, read_batch, write_shard
 from drover.pipeline.tokenization.checking import admitted
 from drover.pipeline.tokenization.files import place, placed, vocabulary_record
 from drover.pipeline.tokenization.reporting import RARE, outliers, rare_counts, warnings
@@ -221,7 +221,7 @@ def take_tokens(folder: Path, payload: TokensToTake) -> Record:
             documents = np.split(ids.astype(kind), np.cumsum(lengths))[:-1]
             if documents:
                 example = example or _sampled(documents, tokenizer, sums)
-            chosen: dict[str, list[tuple[bytes, NDArray[Any]]]] = {split: [] for split in SPLITS}
+            chosen: dict[str, list[tuple[bytes, Ids]]] = {split: [] for split in SPLITS}
             for document in documents:
                 key = digest(document.data)
                 is_validation = int.from_bytes(key[:8], "big") < below
@@ -244,7 +244,7 @@ def take_tokens(folder: Path, payload: TokensToTake) -> Record:
     return {"outputs": outputs, "inputs": records, "example": example, **sums}
 
 
-def _sampled(documents: Sequence[NDArray[Any]], tokenizer: Tokenizer, sums: Counter[str]) -> str:
+def _sampled(documents: Sequence[Ids], tokenizer: Tokenizer, sums: Counter[str]) -> str:
     """Decode the beginnings of some documents and encode them again, which `sums` counts. The first one's text."""
     for document in documents[::1 + len(documents) // SAMPLED]:
         own = document[:BEGINNING]
@@ -294,14 +294,14 @@ class Encoded:
     tokens: with BOS and EOS. lengths: of each document. proved: the documents to verify, by number.
     """
 
-    tokens: NDArray[Any]
-    lengths: NDArray[np.int64]
+    tokens: Ids
+    lengths: Integers
     text_bytes: list[int]
     keys: list[str]
     proved: Proved = field(default_factory=dict)
 
     @classmethod
-    def of_documents(cls, ids: NDArray[Any], offsets: NDArray[np.int64], text_bytes: list[int], keys: list[str],
+    def of_documents(cls, ids: Ids, offsets: Integers, text_bytes: list[int], keys: list[str],
                      tokenizer: Tokenizer) -> Encoded:
         """Put BOS and EOS around documents. offsets: where each begins among the ids, and where the last one ends."""
         places = np.column_stack([offsets[:-1], offsets[1:]]).ravel()
@@ -315,7 +315,7 @@ class Encoded:
                    [size for part in parts for size in part.text_bytes], [key for part in parts for key in part.keys])
 
 
-def ends_of(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+def ends_of(lengths: Sequence[int] | Integers) -> Integers:
     """Where documents of these lengths begin, one after another, and where the last one ends."""
     return np.concatenate([[0], np.cumsum(lengths)])
 

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.documents import damage
 from drover.pipeline.data.streams import arrow_reader, map_file
+from drover.pipeline.data.token_shards import Ids, Integers
 
 BLOCK_IDS = 1 << 22
 """Ids that are in memory at once, unless one document has more."""
@@ -39,9 +40,9 @@ LLM_C = {(20240520, 1): 2, (20240801, 7): 4}
 """Bytes of an id by the number and version with which llm.c's files begin: GPT-2's and Llama 3's."""
 LLM_C_HEADER = 1024
 
-Block = tuple[NDArray[Any], NDArray[np.int64]]
+Block = tuple[Ids, Integers]
 """The ids of documents, one after another, and positions in them, ascending, at which the format ends documents."""
-Begins = Callable[[int, int], NDArray[np.int64]]
+Begins = Callable[[int, int], Integers]
 """Where documents begin, from one position on below another."""
 
 
@@ -64,7 +65,7 @@ def read_tokens(path: Path, low: int, high: int, kind: str, column: str, separat
                         f"`paths`, `dtype`, `column` or `separators`.") from None
 
 
-def split_documents(block: Block, separators: Sequence[int]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+def split_documents(block: Block, separators: Sequence[int]) -> tuple[Ids, Integers]:
     """The ids without separators, and how many each document has. What has no ids is no document."""
     ids, borders = block
     is_separator = among(ids, separators)
@@ -75,7 +76,7 @@ def split_documents(block: Block, separators: Sequence[int]) -> tuple[NDArray[An
     return ids[~is_separator], lengths[lengths > 0]
 
 
-def among(ids: NDArray[Any], separators: Sequence[int]) -> NDArray[np.bool_]:
+def among(ids: Ids, separators: Sequence[int]) -> NDArray[np.bool_]:
     """Which of the ids are separators."""
     return reduce(np.logical_or, (ids == separator for separator in separators))
 
@@ -88,7 +89,7 @@ def _flat(path: Path, low: int, high: int, kind: str, separators: Sequence[int])
     if ids.itemsize == 2 and len(ids) > 16 and not ids[1:1 << 16:2].any():
         raise ValueError("every second id is 0, so its ids have four bytes: `dtype` is uint32")
 
-    def begins(low: int, high: int) -> NDArray[np.int64]:
+    def begins(low: int, high: int) -> Integers:
         return indexed(low, high) if indexed else np.flatnonzero(among(ids[low - 1:high - 1], separators)) + low
 
     def following(at: int) -> int:
@@ -110,7 +111,7 @@ def _flat(path: Path, low: int, high: int, kind: str, separators: Sequence[int])
         first = stop
 
 
-def _mapped(path: Path, kind: str) -> tuple[NDArray[Any], int, Begins | None]:
+def _mapped(path: Path, kind: str) -> tuple[Ids, int, Begins | None]:
     """The ids of a file, the byte at which they begin, and the documents by its index."""
     if path.suffix == ".ds":
         return _datatrove(path, kind)
@@ -132,7 +133,7 @@ def _mapped(path: Path, kind: str) -> tuple[NDArray[Any], int, Begins | None]:
     return np.memmap(path, kind, "r"), 0, None
 
 
-def _megatron(path: Path) -> tuple[NDArray[Any], int, Begins]:
+def _megatron(path: Path) -> tuple[Ids, int, Begins]:
     index = path.with_suffix(".idx")
     with open(index, "rb") as file:
         head = file.read(34).ljust(34, b"\0")
@@ -147,14 +148,14 @@ def _megatron(path: Path) -> tuple[NDArray[Any], int, Begins]:
     if pointers[-1] + lengths[-1] * ids.itemsize != ids.nbytes:
         raise ValueError(f"{index.name} ends elsewhere")
 
-    def begins(low: int, high: int) -> NDArray[np.int64]:
+    def begins(low: int, high: int) -> Integers:
         of_sequences = np.searchsorted(pointers, [low * ids.itemsize, high * ids.itemsize])
         return pointers[bounds[slice(*np.searchsorted(bounds, of_sequences))]] // ids.itemsize
 
     return ids, 0, begins
 
 
-def _datatrove(path: Path, kind: str) -> tuple[NDArray[Any], int, Begins | None]:
+def _datatrove(path: Path, kind: str) -> tuple[Ids, int, Begins | None]:
     index, about = map(path.with_suffix, (".ds.index", ".ds.metadata"))
     if about.is_file():  # its first line ends with the bytes of an id
         kind = f"<u{int(about.read_text(errors='replace').partition(chr(10))[0].rpartition('|')[2])}"

@@ -24,6 +24,9 @@ from drover.pipeline.contract.manifest import check_record
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Count, Record, atomic_file, problems_of, refuse_irregular
 
+Ids = NDArray[Any]
+"""Ids of tokens: `uint16` or `uint32` where they are stored."""
+Integers = NDArray[np.int64]
 FORMAT = 1
 KEY_BYTES = 16
 KEPT = 32_768
@@ -76,12 +79,12 @@ class TokenShard:
         self.documents: int = record["docs"]
         self.token_count: int = record["tokens"]
 
-    def tokens(self, start: int, stop: int) -> NDArray[Any]:
+    def tokens(self, start: int, stop: int) -> Ids:
         """A copy of the tokens [start, stop), counted from the shard's first token; dtype as stored."""
         assert 0 <= start <= stop <= self.token_count, f"tokens [{start}, {stop}) of {self.path}"
         return self._read(self.record["data_offset"], self.dtype, start, stop)
 
-    def document_starts(self, start: int, stop: int) -> NDArray[np.int64]:
+    def document_starts(self, start: int, stop: int) -> Integers:
         """The positions within [start, stop) at which documents begin, ascending."""
         if self.documents <= KEPT:
             first, last = self._starts.searchsorted((start, stop))
@@ -108,7 +111,7 @@ class TokenShard:
         start, stop = self._valid(offsets, 0, self.token_count).tolist()
         return start, stop
 
-    def document_tokens(self, index: int) -> NDArray[Any]:
+    def document_tokens(self, index: int) -> Ids:
         """The tokens of one document, BOS and EOS included."""
         return self.tokens(*self.document_span(index))
 
@@ -116,7 +119,7 @@ class TokenShard:
         """Length of the document's original text in UTF-8 bytes."""
         return int(self.text_bytes(self._checked(index), index + 1)[0])
 
-    def text_bytes(self, start: int, stop: int) -> NDArray[np.int64]:
+    def text_bytes(self, start: int, stop: int) -> Integers:
         """Lengths of the original texts of documents [start, stop) in UTF-8 bytes."""
         return self._read(self.record["bytes_offset"], np.dtype("<i8"), start, stop)
 
@@ -129,16 +132,16 @@ class TokenShard:
         """The keys of documents [start, stop), 16 bytes each."""
         return self._read(self.record["keys_offset"], np.dtype((np.void, KEY_BYTES)), start, stop)
 
-    def read_offsets(self) -> NDArray[np.int64]:
+    def read_offsets(self) -> Integers:
         """Where each document begins, and the end of the last: documents + 1 token positions; read and checked."""
         return self._valid(self._read_offsets(0, self.documents + 1), 0, self.token_count, ends=True)
 
-    def _read_offsets(self, start: int, stop: int) -> NDArray[np.int64]:
+    def _read_offsets(self, start: int, stop: int) -> Integers:
         if not self.documents:
             return np.zeros(1, np.int64)[start:stop]
         return self._read(self.record["offsets_offset"], np.dtype("<i8"), start, stop)
 
-    def _valid(self, offsets: NDArray[np.int64], least: int, most: int, *, ends: bool = False) -> NDArray[np.int64]:
+    def _valid(self, offsets: Integers, least: int, most: int, *, ends: bool = False) -> Integers:
         """The offsets, if they ascend between `least` and `most`, and with `ends` from the one to the other."""
         wrong = len(offsets) and (offsets[0] < least or offsets[-1] > most or (offsets[1:] < offsets[:-1]).any())
         if wrong or (ends and (offsets[0] != least or offsets[-1] != most)):
@@ -170,7 +173,7 @@ class TokenShard:
         return low, np.empty(0, np.int64)
 
     @cached_property
-    def _ends(self) -> NDArray[np.int64]:
+    def _ends(self) -> Integers:
         """The first offset and the last; read once, and checked to be 0 and the end of all tokens."""
         ends = np.concatenate([self._read_offsets(0, 1), self._read_offsets(self.documents, self.documents + 1)])
         return self._valid(ends, 0, self.token_count, ends=True)
@@ -203,7 +206,7 @@ class TokenShard:
         return index
 
 
-def write_shard(path: Path, tokens: NDArray[Any], offsets: NDArray[np.int64], text_bytes: Sequence[int],
+def write_shard(path: Path, tokens: Ids, offsets: Integers, text_bytes: Sequence[int],
                 keys: Sequence[str], *, metadata: dict[str, str]) -> Record:
     """Write documents as a shard that appears whole or not at all; equal documents give equal bytes.
 
@@ -309,7 +312,7 @@ class ShardTable:
         kind: (shards,) the row of `kinds`: what many shards share, (split, source, dtype).
     """
 
-    numbers: NDArray[np.int64]
+    numbers: Integers
     sha256: NDArray[np.uint8]
     paths: list[str]
     kind: NDArray[np.int32]
@@ -341,7 +344,7 @@ class ShardTable:
         return {"path": self.paths[row], "sha256": self.digest(row), "split": split, "source": source, "dtype": dtype,
                 **dict(zip(NUMBERS, self.numbers[row].tolist(), strict=True))}
 
-    def rows(self, split: str, source: str | None = None) -> NDArray[np.int64]:
+    def rows(self, split: str, source: str | None = None) -> Integers:
         """The shards of one split (and source), in the order of their paths."""
         chosen = np.array([kind[0] == split and source in (None, kind[1]) for kind in self.kinds], bool)
         result = np.flatnonzero(chosen[self.kind]).tolist()
@@ -382,10 +385,10 @@ class Shards(Sequence[TokenShard]):
         token_counts: (shards,) int64.
     """
 
-    def __init__(self, opened: OpenShards, rows: NDArray[np.int64]) -> None:
+    def __init__(self, opened: OpenShards, rows: Integers) -> None:
         self.opened = opened
         self.rows = rows
-        self.token_counts: NDArray[np.int64] = opened.table.numbers[rows, NUMBERS.index("tokens")]
+        self.token_counts: Integers = opened.table.numbers[rows, NUMBERS.index("tokens")]
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -37,9 +37,16 @@ from numpy.typing import NDArray
 from drover.pipeline.core.errors import UserError, all_problems
 from drover.pipeline.core.files import Record, atomic_file, opened, sha256_json
 from drover.pipeline.data.sampling.order import Cursor, Segment, permute
-from drover.pipeline.data.token_shards import Descriptor, OpenShards, Shards, TokenShard, most_open, open_sized
+from drover.pipeline.data.token_shards import (
+    Descriptor,
+    Integers,
+    OpenShards,
+    Shards,
+    TokenShard,
+    most_open,
+    open_sized,
+)
 
-Integers = NDArray[np.int64]
 FORMAT = 2
 AT_ONCE = 1 << 16
 """Sequences that are permuted at once."""
