@@ -84,9 +84,6 @@ class StdlibSource(Section):
     """The standard library of the running Python."""
     name: SourceName = "stdlib"
     """Name of the source in folders, tables and mixtures."""
-    include_tests: bool = False
-    """Also take the standard library's test suites, about 2.5 times the text. Some Pythons ship without them. A few of
-    these files are broken on purpose: set max_rejected_share to 0.01."""
 
 
 class FilesSource(Section):

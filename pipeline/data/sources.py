@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from drover.pipeline.config.tree import Config
     from drover.pipeline.contract.manifest import ListedFile
 
-NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
-TEST_FOLDERS = {"test", "tests", "idle_test"}
+NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 UNDIVIDED_UP_TO = 2
 """A file of up to so many times shard_mb is read in one piece."""
 LEAST_PART = 1 << 23
@@ -111,7 +110,7 @@ def reading_units(config: ShardConfig, files: Sequence[ListedFile]) -> list[Reco
 def _paths(source: Source) -> tuple[Sequence[InputFile], list[str]]:
     """The files of one source, and what is wrong with it as sentences."""
     if isinstance(source, StdlibSource):
-        return _stdlib_paths(source), []
+        return _stdlib_paths(), []
     if isinstance(source, HubSource):
         return _dataset_paths(source)
     files, problems = matching(source.name, source.paths, source.exclude)
@@ -143,11 +142,10 @@ def _dataset_paths(source: HubSource) -> tuple[list[Path], list[str]]:
         return [], [str(error)]
 
 
-def _stdlib_paths(source: StdlibSource) -> list[Path]:
-    left_out = NOT_STDLIB if source.include_tests else NOT_STDLIB | TEST_FOLDERS
+def _stdlib_paths() -> list[Path]:
     result: list[Path] = []
     for folder, inside, names in os.walk(sysconfig.get_path("stdlib")):
-        inside[:] = set(inside) - left_out  # not walked: installed packages may have tens of thousands of folders
+        inside[:] = set(inside) - NOT_STDLIB  # not walked: installed packages may have tens of thousands of folders
         result += [path for name in names if name.endswith(".py") and (path := Path(folder, name)).is_file()]
     return result
 

@@ -25,14 +25,9 @@ class Language(FastText):
     """Labels that are kept, as the model writes them, without __label__: [en, de], or [eng_Latn]."""
     min_probability: float = Field(0.65, ge=0, le=1)
     """Least probability of the most probable language."""
-    keep_unknown: bool = False
-    """Keep documents whose most probable language has a lower probability than `min_probability`."""
     min_share: float | None = added(None, gt=0, le=1)
     """For documents of mixed languages: label each line, and keep documents with at least this share of their
-    characters in lines of `languages`. With `keep_unknown` lines of unknown language count as wanted. null: label the
-    text as a whole."""
-    characters: int | None = Field(None, gt=0)
-    """Classify only this many characters from the start of a document; null: all of it."""
+    characters in lines of `languages`. null: label the text as a whole."""
 
     def open(self) -> None:
         """Load the model."""
@@ -48,14 +43,14 @@ class Language(FastText):
         return {"languages": dict(sorted(self._seen.items()))} if self._seen else {}
 
     def __call__(self, document: Document) -> Document | str:
-        text = document.text[:self.characters]
+        text = document.text
         lines = [line for line in text.split("\n") if line.strip()] if self.min_share else []
         characters = Counter[str]()
         for part in lines or [text]:
             characters[self._language(part)] += len(part)
         [(language, _)] = characters.most_common(1)
         self._seen[language] += 1
-        wanted = sum(characters[name] for name in {*self.languages, *[_UNKNOWN] * self.keep_unknown})
+        wanted = sum(characters[name] for name in set(self.languages))
         if wanted >= (self.min_share or 1) * characters.total():
             return document
         if self.min_share:

@@ -136,7 +136,6 @@ def test_other_languages_and_doubtful_ones_are_dropped(outcomes):
     assert result == [None, other, other, doubtful]
     assert own.findings() == {"languages": {"de": 1, "en": 1, "fr": 1, "unknown": 1}}
     assert outcomes(["de", "fr"])[1] == [other, None, None, doubtful]
-    assert outcomes(["de", "fr"], keep_unknown=True)[1] == [other, None, None, None]
     assert outcomes(["en"], min_probability=0.0)[1] == [None, other, other, other]
 
 
@@ -147,13 +146,11 @@ def test_labels_are_those_of_the_model(outcomes):
 
 
 def test_documents_of_mixed_languages_are_judged_by_their_lines(outcomes):
-    """By characters; lines without any count for nothing. A line of unknown language counts against the share, or as
-    wanted with `keep_unknown`."""
+    """By characters; lines without any count for nothing. A line of unknown language counts against the share."""
     english, german = "The ship and the rain have been seen", "Der Regen und das Schiff sind nicht gekommen"
-    for text, share, keep_unknown, reason in [
-            (f"{english}\n\n \n{german}", 0.45, False, None), (f"{english}\n{german}", 0.46, False, "0.46"),
-            (f"{english}\n{NONE}", 0.8, False, "0.8"), (f"{english}\n{NONE}", 0.8, True, None)]:
-        own, _ = outcomes(["en"], min_share=share, keep_unknown=keep_unknown)
+    for text, share, reason in [(f"{english}\n\n \n{german}", 0.45, None), (f"{english}\n{german}", 0.46, "0.46"),
+                                (f"{english}\n{NONE}", 0.8, "0.8")]:
+        own, _ = outcomes(["en"], min_share=share)
         assert outcome(own, text) == (reason and f"fewer than {reason} of the characters in wanted languages")
 
 
