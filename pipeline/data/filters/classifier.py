@@ -6,7 +6,6 @@ trains (`drover classifier train`). Its probabilities equal those of the other p
 
 from __future__ import annotations
 
-import difflib
 import os
 import struct
 from collections.abc import Iterable
@@ -19,7 +18,7 @@ from pydantic import Field
 
 from drover.pipeline.config.section import LocalPath, execution
 from drover.pipeline.config.shipped import name_of
-from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.errors import UserError, meant
 from drover.pipeline.core.files import Record
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.base import Filter
@@ -52,10 +51,9 @@ class FastText(Filter):
         number of units."""
         known = self._model[1]
         if unknown := [label for label in labels if label not in known]:
-            close = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.3)
             raise UserError(f"The filter {name_of(self)} names {', '.join(unknown)}, but the model {self.path} knows "
-                            f"{len(known)} labels, among them {', '.join(sorted(known)[:5])}."
-                            f"{f' Did you mean {close[0]}?' if close else ''} Correct `{setting}`.")
+                            f"{len(known)} labels, among them {', '.join(sorted(known)[:5])}; "
+                            f"{meant(unknown[0], known)} Correct `{setting}`.")
 
     @cached_property
     def _model(self) -> tuple[Any, set[str]]:

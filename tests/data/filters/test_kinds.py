@@ -141,7 +141,7 @@ def test_other_languages_and_doubtful_ones_are_dropped(outcomes):
 
 def test_labels_are_those_of_the_model(outcomes):
     assert outcomes(["eng_Latn", "fra_Latn"], WITH_SCRIPTS)[1][:3] == [None, "of another language", None]
-    refused(UserError, r"names eng, but the model .* knows 3 labels.*Did you mean eng_Latn\? Correct `languages`",
+    refused(UserError, r"names eng, but the model .* knows 3 labels.*did you mean 'eng_Latn'\? Correct `languages`",
             made(kind="language", path=str(WITH_SCRIPTS), languages=["eng"]).open)
 
 
