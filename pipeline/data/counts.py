@@ -37,7 +37,6 @@ class FileRead:
         lost: it was not read to its end.
         reason: why the first of them is none.
         separated: whether the source's separator occurs in it; None where there is none to look for.
-        records_in: the field in which the file's records stand, where they are wrapped in one.
         more_records: a field of its first record that holds a list of such records.
         passed_over: records of a WARC file that are no pages, by what they are instead.
         truncated: pages that the crawler cut.
@@ -52,7 +51,6 @@ class FileRead:
     lost: bool = False
     reason: str = ""
     separated: bool | None = None
-    records_in: str = ""
     more_records: str = ""
     truncated: int = 0
     passed_over: dict[str, int] | None = None
@@ -75,7 +73,7 @@ class FileRead:
         """Add what was recorded of a part of it."""
         for name in ("documents", "rejected", "lost_bytes", "truncated"):
             setattr(self, name, getattr(self, name) + part.get(name, 0))
-        for name in ("lost", "separated", "reason", "records_in", "more_records"):
+        for name in ("lost", "separated", "reason", "more_records"):
             setattr(self, name, getattr(self, name) or part.get(name, getattr(self, name)))
         self.lost_bytes = min(self.bytes, self.lost_bytes)
         self.passed_over = total([self.passed_over or {}, part.get("passed_over") or {}])
@@ -142,9 +140,6 @@ def dataset_remarks(source: HubSource, dataset: Record, documents: int) -> Itera
 
 def remarks(source: Source, files: Sequence[FileRead]) -> Iterator[str]:
     """What a person should know of how a source's files were read, as lines."""
-    if wrapped := [file for file in files if file.records_in]:
-        yield (f"source {source.name}: the records of {len(wrapped):,} files are those of a list in the field "
-               f"{wrapped[0].records_in} ({wrapped[0].file})")
     if single := [file for file in files if file.more_records and file.documents == 1]:
         yield (f"warning: source {source.name}: {len(single):,} files are one document each, although the field "
                f"{single[0].more_records} ({single[0].file}) holds more records, which are not read; if these are the "

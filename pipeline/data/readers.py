@@ -305,7 +305,7 @@ def _records_of(file: Input, values: list[Any], field: str, alone: bool) -> list
     if alone and field and isinstance(values[0], dict) and value_in(values[0], field) is None:
         lists = list(lists_of_records(values[0], field, ""))
         if len(lists) == 1:
-            file.about.records_in, records = lists[0]
+            [(_, records)] = lists
     if len(records) > 1:
         size = file.current()
         file.current = lambda: size // len(records)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import chain
 from typing import Annotated
 
@@ -210,10 +210,6 @@ class GopherQuality(Filter):
     stop_words: list[str] = ["the", "be", "to", "of", "and", "that", "have", "with"]
     """Words of which min_stop_words are in any prose of the language, as they are written."""
 
-    @cached_property
-    def _stop_words(self) -> frozenset[str]:
-        return frozenset(self.stop_words)
-
     def __call__(self, document: Document) -> Document | str:
         return self._of_words(document.text) or self._of_lines(document.text) or self._of_letters(document.text) \
             or document
@@ -259,7 +255,7 @@ class GopherQuality(Filter):
                            if word.isalpha() or any(map(str.isalpha, word)))
             if lettered / sum(counts.values()) < least:
                 return f"fewer than {least:g} of the words have a letter"
-        if self.min_stop_words and sum(word in counts for word in self._stop_words) < self.min_stop_words:
+        if self.min_stop_words and sum(word in counts for word in set(self.stop_words)) < self.min_stop_words:
             return f"fewer than {self.min_stop_words:,} of the stop words"
         return None
 
