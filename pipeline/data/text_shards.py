@@ -6,7 +6,6 @@ document's key. Its import takes two seconds, because it brings torch, so it is 
 
 from __future__ import annotations
 
-import hashlib
 import tarfile
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
