@@ -188,7 +188,6 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
             **({"passed_over": passed} if (passed := passed_over(own)) else {}),
             **(counts_of_dataset(dataset, documents, rejected) if dataset else counts_of_files(own)),
             "text_bytes": {split: sums["text_bytes"] for split, sums in kept.items()},
-            "documents_with_nul": sum(sums["nul"] for sums in kept.values()),
             "documents_with_u2581": sum(sums["u2581"] for sums in kept.values()),
         }
         remarks[source.name] = [*(dataset_remarks(source, dataset, documents) if source.kind == "hf" else

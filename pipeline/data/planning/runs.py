@@ -31,11 +31,10 @@ from drover.pipeline.data.documents import Document, digest, from_json
 from drover.pipeline.data.text_shards import SPLITS
 
 STAGING = "staging"
-HAS_NUL, HAS_U2581 = 1, 2
 INDEX = np.dtype([("high", "<u8"), ("low", "<u8"), ("offset", "<u8"), ("length", "<u8"), ("text_bytes", "<u8"),
-                  ("characters", "<u8"), ("crc", "<u4"), ("flags", "u1")])
-"""A staged document: its digest as two numbers, place and size of its JSON, size of its text, the JSON's CRC-32, what
-the text holds."""
+                  ("characters", "<u8"), ("crc", "<u4"), ("u2581", "u1")])
+"""A staged document: its digest as two numbers, place and size of its JSON, size of its text, the JSON's CRC-32, whether
+the text holds U+2581."""
 _ROW = struct.Struct("<QQQQQQIB")
 
 
@@ -58,8 +57,7 @@ def index_row(text: str, offset: int, member: bytes) -> bytes:
     """The row of `INDEX` for a text whose JSON is `member`, at `offset`."""
     data = text.encode()
     high, low = struct.unpack(">QQ", digest(data))
-    flags = HAS_NUL * ("\0" in text) + HAS_U2581 * ("\u2581" in text)
-    return _ROW.pack(high, low, offset, len(member), len(data), len(text), crc32(member), flags)
+    return _ROW.pack(high, low, offset, len(member), len(data), len(text), crc32(member), "\u2581" in text)
 
 
 def score_of(value: Any) -> float:
@@ -73,8 +71,8 @@ def score_of(value: Any) -> float:
 TRAIN, VALIDATION, DUPLICATE, NEAR_DUPLICATE, LOW_SCORE = range(5)
 OUTCOMES = (*SPLITS, "duplicate", "near_duplicate", "low_score")
 """What becomes of a document: a byte each in the staged file `.fates` of its unit, a .npy."""
-SUMS = ("documents", "text_bytes", "characters", "nul", "u2581")
-"""What is added up over documents: how many, UTF-8 bytes, characters, how many hold a NUL and a U+2581."""
+SUMS = ("documents", "text_bytes", "characters", "u2581")
+"""What is added up over documents: how many, UTF-8 bytes, characters, how many hold a U+2581."""
 GROUP_DOCUMENTS, GROUP_UNITS = 4_000_000, 256
 """A group ends before it has more documents or units."""
 PARTITION_ROWS = 4_000_000
@@ -337,5 +335,4 @@ def read_rows(path: Path, dtype: np.dtype, part: int, parts: int) -> np.ndarray:
 
 def sums_of(rows: np.ndarray) -> list[int]:
     """SUMS of rows of INDEX."""
-    return [len(rows), int(rows["text_bytes"].sum()), int(rows["characters"].sum()),
-            *(int((rows["flags"] & flag > 0).sum()) for flag in (HAS_NUL, HAS_U2581))]
+    return [len(rows), *(int(rows[name].sum()) for name in SUMS[1:])]
