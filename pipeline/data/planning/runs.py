@@ -33,8 +33,8 @@ from drover.pipeline.data.text_shards import SPLITS
 STAGING = "staging"
 INDEX = np.dtype([("high", "<u8"), ("low", "<u8"), ("offset", "<u8"), ("length", "<u8"), ("text_bytes", "<u8"),
                   ("characters", "<u8"), ("crc", "<u4"), ("u2581", "u1")])
-"""A staged document: its digest as two numbers, place and size of its JSON, size of its text, the JSON's CRC-32, whether
-the text holds U+2581."""
+"""A staged document: its digest as two numbers, place and size of its JSON, size of its text, the JSON's CRC-32, and
+whether the text holds U+2581."""
 _ROW = struct.Struct("<QQQQQQIB")
 
 
