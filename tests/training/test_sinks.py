@@ -45,6 +45,11 @@ def board_of(folder):
     return EventAccumulator(str(folder)).Reload()
 
 
+def points(board, tag):
+    """A TensorBoard curve."""
+    return [(event.step, event.value) for event in board.Scalars(tag)]
+
+
 def wandb_records(run_folder):
     """All records of the offline files in a run folder, in the order in which they were begun. Each file is a LevelDB
     log, here shorter than one of its blocks."""
@@ -142,7 +147,7 @@ def test_tensorboard_drops_what_is_done_again_and_shows_first_what_people_look_a
     for tag, expected in (("train/loss", [(1, 4.0), (2, 3.0), (3, 1.75), (4, 1.5)]),
                           ("validation/sample/bits_per_byte/code", [(4, 2.5)]),
                           ("watch/checkpoint_stall_s", [(4, 0.25)])):
-        assert [(event.step, event.value) for event in board.Scalars(tag)] == expected
+        assert points(board, tag) == expected
     assert sorted(board.Tags()["scalars"]) == ["train/loss", "train/lr", "validation/sample/bits_per_byte/code",
                                                "watch/checkpoint_s", "watch/checkpoint_stall_s"]
     assert sorted(CURVES.values())[:5] == ["train/loss", "train/lr", "train/norm_of_gradient", "train/tokens_per_s",
