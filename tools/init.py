@@ -15,17 +15,21 @@ import math
 import re
 import shlex
 import sys
+import textwrap
 import time
 import unicodedata
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from drover.launch.local import find_machine
 from drover.model.config import ModelConfig
 from drover.model.presets import LADDER
 from drover.pipeline.config.data import ShardConfig
-from drover.pipeline.config.loading import load_config
+from drover.pipeline.config.loading import Dumper, load_config
 from drover.pipeline.config.training import TrainConfig, read_tokens, tokens_text
 from drover.pipeline.core.console import Parser, Program, counted, duration, echo, first, printable, refuse_low
 from drover.pipeline.core.errors import UserError
@@ -261,7 +265,7 @@ better.
 
 shard:
   sources:
-{_sources(corpus)}
+{_sources(corpus)}\
   shard_mb: {min(64.0, max(1.0, round(corpus.text_bytes / 8e6, 1)))}   # several shards for each process
   validation_share: {validation:.2g}
   validation_rule: {rule}
@@ -307,16 +311,14 @@ evaluate:
 
 def _sources(corpus: Corpus) -> str:
     """A source for each kind of files; its paths are absolute, and each has a line."""
-    lines = dict[str, str]()
+    sources = dict[str, dict[str, Any]]()
     for kind, paths in corpus.sources.items():
         field = f"{kind.text_field or ('other' if kind.format else 'text')}-{kind.encoding}".removesuffix("-utf-8")
         base = re.sub(r"[^A-Za-z0-9_]+", "-", field).strip("-")[:40] or "records"
-        name = next(own for own in chain([base], (f"{base}-{number}" for number in count(2))) if own not in lines)
-        more = "".join(f"\n      {key}: {_quoted(value)}" for key, value in kind.settings().items())
-        globs = "".join(f"\n      {key}:{''.join(f'{chr(10)}        - {_quoted(path)}' for path in own)}"
-                        for key, own in paths.items())
-        lines[name] = f"    - kind: files\n      name: {name}{more}{globs}"
-    return "\n".join(lines.values())
+        name = next(own for own in chain([base], (f"{base}-{number}" for number in count(2))) if own not in sources)
+        sources[name] = {"kind": "files", "name": name, **kind.settings(), **paths}
+    return textwrap.indent(yaml.dump([*sources.values()], Dumper=Dumper, sort_keys=False, allow_unicode=True,
+                                     width=math.inf), "    ")
 
 
 def _flow(texts: list[str]) -> str:

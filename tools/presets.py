@@ -4,7 +4,7 @@
     drover presets llama3.1_8b llama3.2_1b
     drover presets llama3_8b --budget
 
-A preset without a vocabulary of its own takes the tokenizer's; here it is counted with --vocab-size.
+A preset without a vocabulary of its own takes the tokenizer's; here it is counted with 32,000 ids.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ TRAINING_BYTES = 16
 states in float32."""
 CHINCHILLA = 20
 """Tokens a parameter: Hoffmann et al., 2022, table 3, rounded as it is quoted. Llama 3 8B was trained on 1,900."""
+VOCABULARY = 32000
+"""Ids, for presets that take the tokenizer's."""
 TABLES = (
     {"parameters": "{parameters:,}", "blocks": "{layers}", "width": "{dim:,}", "heads": "{heads}",
      "KV heads": "{kv_heads}", "head size": "{head_width}", "feed-forward": "{hidden:,}"},
@@ -44,8 +46,6 @@ BUDGETS = (
 def add_options(parser: Parser) -> None:
     """The options."""
     parser.add_argument("names", nargs="*", metavar="PRESET", help="only these; without any, all")
-    parser.add_argument("--vocab-size", type=int, default=32000, metavar="N",
-                        help="for presets that take the tokenizer's (default 32000)")
     parser.add_argument("--length", type=int, metavar="TOKENS", help="of a sequence, for --budget; default: the "
                         "context before an extension")
     parser.add_argument("--budget", action="store_true", help="only what training costs, and what the weights take")
@@ -54,12 +54,12 @@ def add_options(parser: Parser) -> None:
 
 def work(options: argparse.Namespace) -> None:
     """Print a table."""
-    refuse_low(options, "vocab_size", "length")
+    refuse_low(options, "length")
     problems = list[str]()
     shapes = dict[str, ModelConfig]()
     for name in options.names or PRESETS:
         try:
-            shapes[name] = preset(name).with_vocabulary(options.vocab_size)
+            shapes[name] = preset(name).with_vocabulary(VOCABULARY)
         except ValueError as error:
             file = Path(f"configs/{name}.yaml")
             problems.append(f"{error}{f' {file} is a configuration, for `drover run`.' * shipped(file).is_file()}")
@@ -73,7 +73,7 @@ def work(options: argparse.Namespace) -> None:
             if options.budget else
             f"KV cache in bf16. FLOPs to train on a token at full context, attention whole.\nTraining state: "
             f"{TRAINING_BYTES} bytes a parameter (AdamW, bf16 with float32 masters).\nPresets without a vocabulary of "
-            f"their own: {options.vocab_size:,}.")
+            f"their own: {VOCABULARY:,}.")
     for columns in BUDGETS if options.budget else TABLES:
         rows = [[one["preset"], *(form.format(**one) for form in columns.values())] for one in result]
         draw(table([["preset", *columns], *rows], columns), "")

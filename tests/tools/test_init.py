@@ -112,8 +112,8 @@ def test_what_is_proposed_for_any_folder_runs_and_the_rest_is_named(tmp_path, mo
     proposed = Path("zoo.yaml").read_text()
     assert {name for name in others if not re.search(rf"left out: (.*, )?{name}[:,]", proposed)} == set()
     assert re.match("left out: .* and [0-9]+ more reasons\n", output)
-    assert '/mails/*"\n' in proposed and '/mails/1707.M7P1.post:2,S"\n' in proposed, "but for the one in Latin-1"
-    assert '/plain/*"\n' in proposed, "all of a folder are of one kind"
+    assert "/mails/*\n" in proposed and "/mails/1707.M7P1.post:2,S\n" in proposed, "but for the one in Latin-1"
+    assert "/plain/*\n" in proposed, "all of a folder are of one kind"
     assert max(map(len, re.findall("^ .*", proposed, re.MULTILINE))) < 80 + len(str(tmp_path)), "a path has a line"
     assert run_here("shard", "zoo.yaml", "launch.processes=1", "shard.validation_rule=hash",
                     "shard.validation_share=0.5") == 0

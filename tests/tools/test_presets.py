@@ -23,7 +23,6 @@ def test_the_table_has_every_preset_with_its_numbers(capsys):
 
 
 @pytest.mark.parametrize(("arguments", "parts"), table("""
-    ladder_1m --vocab-size 4096 -> 950,912
     ladder_110m -> 109,529,856
     llama3_8b --budget -> 8,192; 1.606e+11; 9.301e+21; 16.06 GB; 8.03 GB; 4.02 GB
     llama3.1_8b --budget -> 8,192; 9.301e+21
