@@ -181,13 +181,11 @@ class Agreement:
     Attributes:
         tokens_compared, layers_compared: on what.
         largest_logit: of the float64 pass, by magnitude.
-        largest_logit_difference: between the training model and transformers.
         training_logit_error, transformers_logit_error: largest difference of a logit from the float64 pass.
         single_precision_logit_error: the same of our network wholly in single precision, rotary angles too, as
             transformers computes them; at least float32's resolution at the largest logit. The yardstick.
         argmax_equal, argmax_decided: tokens where both sides have the float64 pass's argmax; tokens where the lead of
             that argmax is beyond rounding, so that both must have it.
-        token_loss: mean next-token loss of the float64 pass in nats.
         training_loss_error, transformers_loss_error, single_precision_loss_error: largest difference of one token's
             loss.
         factor: allowed multiple of single precision's own error.
@@ -196,14 +194,12 @@ class Agreement:
     tokens_compared: int
     layers_compared: int
     largest_logit: float
-    largest_logit_difference: float
     training_logit_error: float
     transformers_logit_error: float
     single_precision_logit_error: float
     argmax_equal: int
     argmax_decided: int
     argmax_wrong: int
-    token_loss: float
     training_loss_error: float
     transformers_loss_error: float
     single_precision_loss_error: float
@@ -321,10 +317,9 @@ def agreement(reference: Tensor, ours: Tensor, theirs: Tensor, single: Tensor, t
         return _error(_token_losses(logits, tokens), losses)
     return Agreement(
         tokens_compared=tokens.numel(), layers_compared=layers, largest_logit=largest,
-        largest_logit_difference=_error(ours, theirs), training_logit_error=_error(ours, reference),
-        transformers_logit_error=_error(theirs, reference), single_precision_logit_error=single_error,
-        argmax_equal=int(equal.sum()), argmax_decided=int(decided.sum()), argmax_wrong=int((decided & ~equal).sum()),
-        token_loss=float(losses.mean()) if losses.numel() else 0.0, training_loss_error=loss_error(ours),
+        training_logit_error=_error(ours, reference), transformers_logit_error=_error(theirs, reference),
+        single_precision_logit_error=single_error, argmax_equal=int(equal.sum()), argmax_decided=int(decided.sum()),
+        argmax_wrong=int((decided & ~equal).sum()), training_loss_error=loss_error(ours),
         transformers_loss_error=loss_error(theirs), single_precision_loss_error=max(loss_error(single), resolution))
 
 

@@ -66,10 +66,10 @@ def test_a_sharp_model_passes_and_block_by_block_transformers_computes_what_it_c
         assert torch.equal(whole(IDS).logits, streamed) and not absent
     result = judged(tmp_path, weights, config, dtype)
     assert result.layers_compared == 3 and 20 < result.largest_logit < 60
-    assert changes or result.largest_logit_difference > 1e-4, "an absolute limit would refuse it"
+    assert changes or result.training_logit_error > 1e-5, "an absolute limit would refuse it"
     assert 0 < result.transformers_logit_error <= FACTOR * result.single_precision_logit_error < 0.05
     assert result.argmax_equal >= result.argmax_decided > 150 and result.argmax_wrong == 0
-    assert result.transformers_loss_error < 0.01 < result.token_loss
+    assert result.transformers_loss_error < 0.01
 
 
 def edited(change):
