@@ -44,6 +44,8 @@ NOT_DETERMINISTIC = 1e-2
 """The same on a device that is not deterministic (GPUs, unless train.deterministic is true). There a step drifts with
 every repeated step before it."""
 RECORDS = ("metrics.jsonl", "events.jsonl")
+CHUNK = 1_000_000
+"""Samples that are followed at a time."""
 PLACES = ("ranks", "parallel", "device", "micro_batch", "compile", "torch")
 """Fields of a start or resume event: where the steps after it were computed."""
 
@@ -235,7 +237,7 @@ def _checkpoints(history: SampleHistory, result: Audit) -> None:
                       if count not in (None, logged)]
 
 
-def _sequences(data: TrainingData, used_ranges: Sequence[Range], result: Audit, chunk: int = 1_000_000) -> None:
+def _sequences(data: TrainingData, used_ranges: Sequence[Range], result: Audit) -> None:
     """Follow every used sample to its sequence: within an epoch of a pool no sequence may come twice, nor a token in
     sequences of several lengths or packings."""
     import numpy as np
@@ -243,7 +245,7 @@ def _sequences(data: TrainingData, used_ranges: Sequence[Range], result: Audit, 
     from drover.pipeline.data.sampling.order import PHASE_EPOCHS
 
     seen: dict[tuple[int, int], dict[int, np.ndarray]] = {}
-    chunks = [(start, min(start + chunk, end)) for first, end in used_ranges for start in range(first, end, chunk)]
+    chunks = [(start, min(start + CHUNK, end)) for first, end in used_ranges for start in range(first, end, CHUNK)]
     for part in watch_of("audit", "samples", sys.stderr)(chunks):
         located = data.order.locate(sample_numbers([part]))
         for pool, epoch, space in np.unique(np.stack(located[:3]), axis=1).T.tolist():

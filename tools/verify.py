@@ -241,7 +241,7 @@ class Inventory:
         config = self.folder / "config.yaml"
         self.recorded = {config}
         self._seal(config, "Restore it from a copy, or run a stage of this run again with its original configuration: "
-                           "this writes it again", True)
+                           "this writes it again")
         run = run_in(self.folder) if _is_sealed(config) else None
         folders = {stage: run.stage_folder(stage) if run else self.folder / stage for stage in STAGES}
         self.stored = bool(run and run.config.train.tokens_from)
@@ -262,15 +262,15 @@ class Inventory:
     def _check(self, function: Callable[..., str], path: Path, do: str, *arguments: Any, passing: bool = True) -> None:
         self.checks.append(FileCheck(path, do, function, arguments, passing))
 
-    def _seal(self, path: Path, do: str, required: bool = False) -> None:
-        self._check(check_seal, path, do, required, passing=not required or path.name == MARKER)
+    def _seal(self, path: Path, do: str) -> None:
+        self._check(check_seal, path, do, True, passing=path.name == MARKER)
 
     def _stage(self, stage: str, folder: Path) -> None:
         """Queue the checks of a stage's manifest and of the files that it and the markers of checkpoints list; then
         queue or report each other file there."""
         path, manifest = folder / MANIFEST, None
         if path.exists():
-            self._seal(path, f"Restore it from a copy, or run --stage {stage} --force", True)
+            self._seal(path, f"Restore it from a copy, or run --stage {stage} --force")
             self.recorded.add(path)
             manifest = read_manifest(folder) if _is_sealed(path) else None
         if manifest is not None:
@@ -317,7 +317,7 @@ class Inventory:
         if path in self.recorded or not path.is_file():
             return
         self.recorded.add(path)
-        self._seal(path, _CHECKPOINT, True)
+        self._seal(path, _CHECKPOINT)
         marker = valid_marker(folder) if _is_sealed(path) else None
         for record in marker.files if marker else ():
             file = folder / record["path"]

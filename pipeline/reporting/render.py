@@ -86,11 +86,11 @@ class Axis:
         """The position of a number."""
         return round(self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1)
 
-    def ticks(self, most: int = 5) -> list[float]:
-        """About `most` round numbers at equal distances."""
+    def ticks(self) -> list[float]:
+        """About five round numbers at equal distances."""
         span = self.high - self.low
-        step = 10.0 ** math.floor(math.log10(span / most))
-        step *= next(factor for factor in (1, 2, 5, 10) if factor * step * most >= span * 0.999)
+        step = 10.0 ** math.floor(math.log10(span / 5))
+        step *= next(factor for factor in (1, 2, 5, 10) if factor * step * 5 >= span * 0.999)
         return [step * number for number in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
 
 
