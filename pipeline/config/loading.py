@@ -175,18 +175,17 @@ def override(tree: Tree, dotted: str, text: str) -> Tree:
     return dict(placed(tree, dotted.split(".")))
 
 
-def read_yaml(path: Path, advice: str = "Give an existing file.", *, pipe: bool = False) -> Tree:
+def read_yaml(path: Path, advice: str = "Give an existing file.") -> Tree:
     """The values of one YAML file.
 
     Args:
         advice: what to do if the file is missing.
-        pipe: whether it may be a pipe, as the shell makes of `<(...)`. In a foreign folder it would never end.
 
     Raises:
         UserError: a missing file, one that is not UTF-8, broken YAML, a key written twice, an alias inside of itself.
     """
     try:
-        data = path.open("rb").read(LARGEST) if pipe and path.is_fifo() else read_bytes(path, LARGEST)
+        data = read_bytes(path, LARGEST)
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
@@ -368,7 +367,7 @@ def _parted(override: str) -> tuple[str, str]:
 def _with_bases(path: Path, above: tuple[Path, ...], advice: str) -> Tree:
     """A file merged over its bases. above: the files that named it as a base."""
     path = shipped(path)
-    own = read_yaml(path, advice, pipe=not above)
+    own = read_yaml(path, advice)
     chain = (*above, path.resolve())
     if chain[-1] in above:
         raise UserError(f"The configuration {path} is its own base: {' -> '.join(map(str, chain))}. Remove one "

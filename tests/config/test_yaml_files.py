@@ -1,7 +1,6 @@
 """What a YAML file may hold, and what is said of one that cannot be read."""
 
 import os
-import threading
 
 import pytest
 
@@ -78,15 +77,6 @@ def test_a_missing_file_is_told_with_the_folder_and_with_who_named_it(tmp_path, 
     message = refusal(written("launch: {cluster: ours}\n"))
     assert f"{tmp_path}/ours cannot be read" in message
     assert f"It is the cluster profile of {tmp_path}/c.yaml:1." in message
-
-
-def test_a_configuration_may_come_through_a_pipe(tmp_path):
-    """As the shell makes one of `--config <(...)`."""
-    os.mkfifo(tmp_path / "pipe")
-    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=("name: piped",))
-    writer.start()
-    assert load_config(tmp_path / "pipe").name == "piped"
-    writer.join()
 
 
 @pytest.mark.parametrize(("size", "expected"), [(1 << 42, "4,398,046,511,104 bytes"), (5_000_000, "5,000,000 bytes")])
