@@ -73,6 +73,8 @@ MOST_EMBEDDING = 1.5
 """
 MOST_BATCH = 2**19
 """Tokens of an optimizer step at most."""
+PAGES_REJECTED = 0.1
+"""Share of a crawl's bytes that may be pages of which no text can be extracted."""
 TRAIN_MB = 100.0
 """A vocabulary is trained on at most so many MB of the text."""
 FEW_DOCUMENTS = 500
@@ -246,9 +248,11 @@ def as_yaml(corpus: Corpus, proposal: Proposal, name: str) -> str:
     rule = ("tail   # few files: the end of each source, its last files by name; scores are of these alone" if few else
             "hash")
     prompts = corpus.prompts or ["The "]
-    allowed = min(1.0, max(0.01 * corpus.sampled, math.ceil(2000 * corpus.rejected_share) / 1000))
+    least = max(0.01 * corpus.sampled, PAGES_REJECTED * corpus.has_pages)
+    allowed = min(1.0, max(least, math.ceil(2000 * corpus.rejected_share) / 1000))
     why = (f"twice the share that is broken of what was looked at ({corpus.rejected_share:.2%})"
-           if corpus.rejected_share else "not all files were looked into")
+           if allowed > least else "a page on which an extractor works too long is rejected, and may be large"
+           if corpus.has_pages else "not all files were looked into")
     rejected = f"  max_rejected_share: {allowed:g}   # {why}\n" * (allowed > ShardConfig().max_rejected_share)
     remarks = [f"# {' '.join(printable(own).split())}\n" for own in (
         *(f"left out: {own}" for own in corpus.left_out), *corpus.remarks)]

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from drover.pipeline.config.data import COMPRESSIONS, WEB, FilesSource, converter, file_format, web_packages
@@ -30,7 +31,7 @@ from drover.pipeline.data.hub import CARDS, SAVED
 from drover.pipeline.data.readers import COLUMNAR, file_records
 from drover.pipeline.data.streams import UTF8, Input, Piece, mistaken, name_as_text, utf16_order
 
-PACKED = {".gz": 3.0, ".zst": 3.0, ".parquet": 2.0, ".html": 0.2, ".htm": 0.2, ".xhtml": 0.2, ".pdf": 0.1, ".warc": 0.1}
+PACKED = {".gz": 3.0, ".zst": 3.0, ".parquet": 2.0}
 """Bytes of text in a byte of such a file, about."""
 READ = 1 << 24
 """Bytes of a text file that are read."""
@@ -61,8 +62,10 @@ LOOKED_INTO = 10_000
 SAMPLES, SAMPLED = 60, 1_200_000
 """The beginnings of about so many files, so many characters in all, are compressed. That shows how much of the text can
 be predicted."""
-EXTRACTED = 20
-"""The text of at most so many HTML, WARC and PDF files is extracted."""
+EXTRACTED, SECONDS = 20, 3.0
+"""The text of at most so many HTML, WARC and PDF files is extracted, in so much CPU time for a page."""
+UNPACKED = 4
+"""Bytes in a byte of a packed file of pages, about."""
 FEW_NAMES = 20
 """At most so many files without a common ending are listed by name, where other files lie in their folder."""
 NO_PROSE = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml|<svg|-----BEGIN )")
@@ -95,6 +98,7 @@ class Corpus:
         sources: for each kind of files `paths`, as globs, and `exclude`: what these match of others.
         files: how many they are.
         sampled: whether only some of them were opened.
+        has_pages: whether text is extracted of some.
         text_bytes: bytes of text in them, about.
         gzip_bits: bits per byte that gzip -9 needs of the beginnings of some.
         prompts: the beginnings of some.
@@ -107,6 +111,7 @@ class Corpus:
     sources: Mapping[FileKind, dict[str, list[str]]]
     files: int
     sampled: bool
+    has_pages: bool
     text_bytes: int
     gzip_bits: float
     prompts: list[str]
@@ -123,11 +128,13 @@ DESCRIPTIONS = ("dataset_info.json", "config.json")
 
 @dataclass(frozen=True)
 class Beginning:
-    """What was looked at of a file: its text, the number of records, and why some of these will be rejected."""
+    """What was looked at of a file: its text, the number of records, why some of these will be rejected and, if it has
+    pages, how many bytes of text there are in one of it."""
 
     text: str
     records: int = 1
     rejected: Sequence[str] = ()
+    text_share: float = 0
 
 
 class NoTextError(Exception):
@@ -178,9 +185,12 @@ def look(folder: Path) -> Corpus:
                                      f".parquet, .arrow, .html, .warc and .pdf, each also with .gz or .zst. Left out:",
                                      *named]))
     is_sample = len(looked) < len(paths) - len(tests)
-    for path in _chosen([path for path in kinds.get(FileKind(), ()) if file_format(path) in WEB], EXTRACTED):
-        beginning = _documents(path, _source(path))
+    of_web = [path for path in kinds.get(FileKind(), ()) if file_format(path) in WEB]
+    shares = defaultdict[str, list[float]](list)
+    for path in _chosen(of_web, EXTRACTED):
+        beginning = _pages(path)
         looked[path] = replace(beginning, text=beginning.text[:most_text])
+        shares[_ending(path)].append(beginning.text_share)
     rejecting = {path: own for path, own in looked.items() if own.rejected}
     rejected = sum(len(own.rejected) for own in rejecting.values())
     records = sum(own.records for own in looked.values())
@@ -194,14 +204,15 @@ def look(folder: Path) -> Corpus:
         example = next(iter(rejecting.values())).rejected[0]
         notes.append(f"{counted(rejected, 'broken record')} of {records:,} that were looked at, which shard will "
                      f"reject: {_shown([*rejecting], folder)} ({example})")
-    text_bytes = sum(_text_bytes(path) for own in kinds.values() for path in own)
+    text_bytes = sum(path.stat().st_size * fmean(shares[_ending(path)]) if _ending(path) in shares else
+                     _text_bytes(path) for own in kinds.values() for path in own)
     rejected_bytes = sum(_text_bytes(path) * len(own.rejected) / own.records for path, own in rejecting.items())
     sample = "".join(own.text for own in looked.values()).encode(errors="replace")
     prompts = dict.fromkeys(prompt for own in looked.values() for prompt in _prompt(own.text))
     empty, unread = {*left_out.get(EMPTY, ())}, [_literal(Path(error.filename)) for error in closed]
     return Corpus(folder, {kind: _patterns(folder, {*own}, groups, empty, unread)
                            for kind, own in sorted_kinds.items()},
-                  sum(map(len, kinds.values())), is_sample, int(text_bytes),
+                  sum(map(len, kinds.values())), is_sample, bool(of_web), int(text_bytes),
                   8 * len(zlib.compress(sample, 9)) / max(1, len(sample)), [*prompts][:PROMPTS],
                   max(rejected / max(1, records), rejected_bytes / max(1, text_bytes)), notes, named)
 
@@ -289,6 +300,40 @@ def _documents(path: Path, source: FilesSource) -> Beginning:
     items = [*islice(unit_documents(payload), RECORDS)]
     rejected = [item.reason for item in items if isinstance(item, Rejection)]
     return Beginning("\n".join(item[0].text for item in items if not isinstance(item, Rejection)), len(items), rejected)
+
+
+def _pages(path: Path) -> Beginning:
+    """Pages at equal distances in a file, so that the largest are among them."""
+    from drover.pipeline.data.extraction import Extraction
+    from drover.pipeline.data.reading import file_items  # not above: it imports numpy
+
+    source, limit = _source(path), Limit(MOST_MB)
+    file = Input(Piece.of(path))
+    distance = 1 + min(READ, file.piece.bytes * (UNPACKED if file.compression else 1)) // RECORDS
+    items: Iterator[Any] = file_items(source, file, file_records(file, source, limit), limit, Counter())
+    chosen = list[Any]()
+    at = 0
+    for item in items:
+        size = item.lost_bytes if isinstance(item, Rejection) else len(item.page.data)
+        if (at + size) // distance > at // distance:
+            chosen.append(item)
+        at += size
+        if file.content > READ:
+            break
+    read = max(1, file.content)
+    file.give_up()
+    lines = list[str]()
+    rejected = list[str]()
+    text_bytes = 0.0
+    with Extraction(source.extractor, limit, Counter(), SECONDS) as extraction:
+        for item, result in zip(chosen, extraction.documents(iter(chosen)), strict=True):
+            if isinstance(result, Rejection):
+                rejected.append(result.reason)
+            else:
+                lines += result[0].text.splitlines()
+                text_bytes += len(result[0].text.encode()) * max(1, distance / len(item.page.data))
+    lines.sort(key=lambda line: len(line) < PROSE)  # not an advertisement first
+    return Beginning("\n".join(lines), len(chosen), rejected, text_bytes / read * file.content / file.piece.bytes)
 
 
 def _is_json_lines(text: str) -> bool:

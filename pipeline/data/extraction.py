@@ -48,13 +48,16 @@ class Extraction:
     """The process that takes text out of pages, started for the first of them.
 
     fields: where it is counted in how many documents each meta field is that is found in pages.
+    seconds: CPU time for one page, if not SECONDS.
 
     Raises:
         UserError: the process was ended by something else than a page.
     """
 
-    def __init__(self, extractor: str, limit: Limit, fields: Counter[str]) -> None:
+    def __init__(self, extractor: str, limit: Limit, fields: Counter[str], seconds: float = 0.0
+                 ) -> None:
         self._extractor = extractor
+        self._seconds = seconds or SECONDS
         self._limit = limit
         self._fields = fields
         self._process: subprocess.Popen[bytes] | None = None
@@ -119,8 +122,8 @@ class Extraction:
         ours, theirs = socket.socketpair()
         with theirs:
             # -P: no file of the current folder, which may be data, takes the place of a module.
-            self._process = subprocess.Popen([sys.executable, "-P", extractors.__file__, str(SECONDS), str(MEGABYTES)],
-                                             stdin=theirs.fileno())
+            self._process = subprocess.Popen([sys.executable, "-P", extractors.__file__, str(self._seconds),
+                                              str(MEGABYTES)], stdin=theirs.fileno())
         self._connection = Connection(ours.detach())
         self._is_new = True
 
@@ -149,7 +152,7 @@ class Extraction:
         self._process = None
         memory = f"{MEGABYTES / 1024:g} GB of memory"
         if status == -signal.SIGPROF:
-            return f"its text is not found within {SECONDS:g} s of CPU time"
+            return f"its text is not found within {self._seconds:g} s of CPU time"
         if status == extractors.OUT_OF_MEMORY:
             return f"to find its text takes more than {memory}"
         if -status in CRASHES:

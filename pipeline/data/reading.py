@@ -156,7 +156,7 @@ def _documents(source: Source, payload: dict[str, Any], seen: Callable[[dict[str
             if not isinstance(source, HubSource):  # whose own library has read them
                 records = python_records(file, limit) if isinstance(source, StdlibSource) else \
                     file_records(file, source, limit)
-                for item in extraction.documents(_file_items(source, file, records, limit, fields)):
+                for item in extraction.documents(file_items(source, file, records, limit, fields)):
                     file.about.count(item)
                     yield item
                 file.about.lost_bytes = file.on_disk(file.about.lost_bytes)
@@ -179,7 +179,7 @@ def _documents(source: Source, payload: dict[str, Any], seen: Callable[[dict[str
                             f"stage again.") from None
 
 
-def _file_items(source: StdlibSource | FilesSource, file: Input, records: Records, limit: Limit,
+def file_items(source: StdlibSource | FilesSource, file: Input, records: Records, limit: Limit,
                 fields: Counter[str]) -> Iterator[Item | Waiting]:
     """The documents of a file or a part of it."""
     name = file.piece.file

@@ -18,12 +18,13 @@ from drover.pipeline.config.training import read_tokens
 from drover.pipeline.contract.run import Run
 from drover.pipeline.core import errors
 from drover.pipeline.core.errors import AbsentInputError, UserError
-from drover.pipeline.data import streams
+from drover.pipeline.data import extraction, streams
 from drover.pipeline.data.sources import input_files
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from drover.tools import survey
 from drover.tools.init import look, main, propose
 from tests.conftest import REPOSITORY
+from tests.crawl import write_crawl
 from tests.data.reading.test_pdf import pdf
 from tests.data.reading.test_warc import archive
 from tests.data.source_files import COMPRESS, batch, config_of, files_source, lines, write_batches
@@ -144,6 +145,23 @@ def test_pages_are_taken_if_what_reads_them_is_installed(tmp_path, monkeypatch, 
     monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "resiliparse" else find_spec(name))
     refused(UserError, "HTML: its text needs the package resiliparse, which is not installed here: `pip install",
             look, Path("web"))
+
+
+def test_what_is_proposed_for_a_crawl_runs_through(tmp_path, monkeypatch, capsys):
+    """Also where a page holds most of the text, and another one hangs the extractor."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(survey, "SECONDS", 0.5)
+    monkeypatch.setattr(extraction, "SECONDS", 1.0)
+    write_crawl(tmp_path / "crawl", {"news": 100, "image": 1800, "large": 1, "deep": 1}, files=2)
+    output = printed(capsys, main, "crawl")
+    assert "its text is not found within 0.5 s of CPU time" in output
+    config = load_config("crawl.yaml")
+    assert "Buy now" not in str(config.train.prompts)
+    run_here("shard", "crawl.yaml", "launch.processes=1", "shard.drop_duplicates=false")
+    counts = Run(load_config("crawl.yaml")).finished("shard").counts
+    assert (counts["rejected"], counts["documents_in"]) == (1, 107)
+    read = sum(counts["text_bytes"].values())
+    assert 4e6 < read < 6e6 and abs(look(Path("crawl")).text_bytes / read - 1) < 0.2
 
 
 @pytest.mark.parametrize(("files", "left_out"), [
