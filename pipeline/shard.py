@@ -114,7 +114,7 @@ def shard(work: Work) -> None:
     names = [unit.name for unit in units]
     source_of_unit = [sources.index(unit.payload["source"]["name"]) for unit in units]
     decided = decide(work, config, names, source_of_unit, read)
-    _gather_rejections(folder, names, read)
+    _gather_rejections(folder, names)
     inputs = files_read(own for record in read for own in record["inputs"])
     counts = _count(decided, read, source_of_unit, config, inputs)
     _refuse(work, counts, inputs)
@@ -223,14 +223,13 @@ def _warnings(config: ShardConfig, source: Source, counts: dict[str, Any]) -> It
                f"extracts the text of all its records, or set html: keep")
 
 
-def _gather_rejections(folder: Path, units: list[str], read: list[dict[str, Any]]) -> None:
+def _gather_rejections(folder: Path, units: list[str]) -> None:
     from drover.pipeline.data.planning.runs import staged
 
     with atomic_file(folder / REJECTED, keep_equal=True) as out:
-        for unit, record in zip(units, read, strict=True):
-            if record["rejected"] or record["lost"]:
-                with open(staged(folder, unit, ".rejected"), "rb") as file:
-                    shutil.copyfileobj(file, out)
+        for unit in units:
+            with open(staged(folder, unit, ".rejected"), "rb") as file:
+                shutil.copyfileobj(file, out)
 
 
 def _refuse(work: Work, counts: dict[str, Any], inputs: list[FileRead]) -> None:
@@ -280,7 +279,7 @@ def _most_rejected(folder: Path, source: str | None = None) -> str:
     counts = Counter[str]()
     first_ones = dict[str, Rejection]()
     for rejection in read_lines(folder / REJECTED, Rejection):
-        if source in (None, rejection.source):
+        if rejection.documents and source in (None, rejection.source):
             reason = re.split(r"[:;,\d]", rejection.reason)[0]  # without what differs from record to record
             first_ones.setdefault(reason, rejection)
             counts[reason] += rejection.documents

@@ -61,7 +61,7 @@ class FileRead:
             self.rejected += item.documents
             self.lost_bytes += item.lost_bytes
             self.lost = self.lost or item.lost
-            self.reason = self.reason or item.reason
+            self.reason = self.reason or (item.reason if item.documents else "")
         else:
             self.documents += 1
 

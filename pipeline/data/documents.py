@@ -120,7 +120,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Rejection:
-    """What could not be read: one line of `rejected.jsonl`.
+    """What could not be read or is no document: one line of `rejected.jsonl`.
 
     Attributes:
         source: name of the source.
@@ -128,9 +128,10 @@ class Rejection:
         record: 1-based line or record in the file; text: in a file that is read in parts, the offset of its first byte
             (in an Arrow file the batch and the row in it); None where the file as a whole is meant.
         reason: what is wrong with it.
-        documents: how many documents are lost.
+        documents: how many documents are lost; 0 for a page that is passed over, or a document without text.
         lost: an unknown number of documents is lost beyond that: the file breaks off or cannot be opened.
         lost_bytes: of the unpacked file; 0 where nobody knows.
+        url: of a page.
     """
 
     source: str
@@ -140,6 +141,7 @@ class Rejection:
     documents: int = 1
     lost: bool = False
     lost_bytes: int = 0
+    url: str = ""
 
     def line(self) -> bytes:
         """The rejection as a line of JSON; broken bytes in names show as escapes."""

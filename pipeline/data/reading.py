@@ -94,6 +94,8 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
             counts["read"] += 1
             if not read.text or read.text.isspace():
                 counts["empty"] += 1
+                rejected.write(Rejection(read.source, read.place or read.id, None, "it has no text", documents=0,
+                                         url=str(read.meta.get("url") or "")).line())
                 continue
             left = chain(*item)
             if isinstance(left, Dropped):
@@ -214,7 +216,7 @@ def _document(source: Source, name: str, place: Place, record: Any, limit: Limit
     if isinstance(record, Page):
         own = record.meta.get(getattr(source, "id_field", None) or "")
         document = Document("", source.name, str(own or where), record.meta, place=where if own else "")
-        return Waiting(document, record, none)
+        return Waiting(document, record, replace(none, url=record.meta.get("url", "")))
     try:
         if isinstance(source, StdlibSource) or isinstance(record, PlainText):
             document = Document(str(record), source.name, where, {})

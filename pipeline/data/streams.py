@@ -166,10 +166,10 @@ class Input:
         self.content += max(0, rest)
         return self.content - position
 
-    def reject(self, place: Place, reason: str, documents: int = 1, *, lost: bool = False, lost_bytes: int = 0
-               ) -> Rejection:
+    def reject(self, place: Place, reason: str, documents: int = 1, *, lost: bool = False, lost_bytes: int = 0,
+               url: str = "") -> Rejection:
         """What its reader yields in place of a record that cannot be read."""
-        return Rejection(self.about.source, self.about.file, place, reason, documents, lost, lost_bytes)
+        return Rejection(self.about.source, self.about.file, place, reason, documents, lost, lost_bytes, url)
 
     def on_disk(self, size: int) -> int:
         """How many of the file's own bytes so many bytes of content are; of a part they may lie beyond it."""

@@ -21,6 +21,8 @@ from drover.pipeline.storage.store import BlockStream
 
 KINDS = {"text/html": "html", "application/xhtml+xml": "html", "text/plain": "text", "application/pdf": "pdf"}
 """Types of content with text, and how it is taken out."""
+ABOUT = ("warcinfo", "request", "metadata")
+"""Types of records that say how others came about, and are only counted."""
 SHOWN = 100
 """Characters of an error of a library, which may hold all of a page."""
 LONGEST_LINE = 1 << 16
@@ -34,7 +36,7 @@ CHARSET = re.compile(r"""charset\s*=\s*["']?([^\s"';,]+)""", re.IGNORECASE)
 
 
 def warc_records(file: Input, source: FilesSource, limit: Limit) -> Records:
-    """The pages of the file, numbered as its records are. `file.about` counts the others."""
+    """The pages of the file, numbered as its records are, and what is none; `file.about` counts that."""
     passed = file.about.passed_over = Counter[str]()
     number = size = 0
     file.current = lambda: size
@@ -50,10 +52,11 @@ def warc_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             if not (line.startswith(b"WARC/") and length.isdecimal()):
                 raise EOFError(f"record {number} has no WARC header with a Content-Length, or it breaks off")
             size = int(length)
+            url = headers.get("warc-target-uri", "")
             if size > limit.bytes:
                 for start in range(0, size, CHUNK):
                     stream.read(min(CHUNK, size - start))
-                yield file.reject(number, limit.reason, lost_bytes=size)
+                yield file.reject(number, limit.reason, lost_bytes=size, url=url)
                 continue
             data = stream.read(size)
             if len(data) < size:
@@ -62,12 +65,14 @@ def warc_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                 page = _page(headers, data, limit.bytes + 1)
             except (OSError, ValueError, zlib.error) as error:
                 reason = f"the response cannot be decoded: {str(error)[:SHOWN]}"
-                yield file.reject(number, reason, lost_bytes=size)
+                yield file.reject(number, reason, lost_bytes=size, url=url)
                 continue
             if isinstance(page, str):
                 passed[page] += 1
+                if headers.get("warc-type") not in ABOUT:
+                    yield file.reject(number, page, 0, url=url)
             elif len(page.data) > limit.bytes:
-                yield file.reject(number, limit.reason, lost_bytes=size)
+                yield file.reject(number, limit.reason, lost_bytes=size, url=url)
             else:
                 file.about.truncated += "truncated" in page.meta
                 is_kept = page.kind == "html" and source.html == "keep"

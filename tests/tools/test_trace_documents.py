@@ -4,19 +4,22 @@ import json
 import random
 import re
 import shlex
-import shutil
 from collections import defaultdict
 
 import pytest
+import yaml
 
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import run_in
-from drover.pipeline.data.text_shards import read_shard, shard_records
-from drover.tools.sample_history import SampleHistory
+from drover.pipeline.data.documents import to_json
+from drover.pipeline.data.text_shards import read_shard, shard_records, write_members
 from drover.tools.trace.__main__ import main
-from drover.tools.trace.tracing import Search, Steps
+from drover.tools.trace.tracing import Search
 from tests.conftest import slow
+from tests.data.reading.test_warc import archive
 from tests.refusal import printed, table
+from tests.stages.here import run_here
+from tests.stages.test_shard import files_source
 from tests.tools.recorded import Recorded
 from tests.tools.traced import PLANNED, make_traced
 
@@ -57,8 +60,9 @@ def test_documents_to_steps_is_steps_to_documents_turned_round(capsys, recorded,
     for step in range(1, PLANNED + 1):
         for piece in answer(capsys, recorded, "--step", str(step))["pieces"]:
             seen[piece["key"]].add((step, piece["sample"], *piece["tokens"]))
-    steps = Steps(SampleHistory(run_in(recorded.folder)))
-    search, order = Search(steps), steps.history.data.order
+    search = Search(run_in(recorded.folder))
+    steps = search.steps
+    order = steps.history.data.order
     undone = {rollback.samples[0][0]: rollback for rollback in steps.history.rollbacks}
     assert list(undone) == list(ORDERS[request.node.callspec.params["recorded"]][1])
     for rollback in undone.values():
@@ -130,7 +134,7 @@ def test_a_validation_document_and_one_whose_text_is_gone(capsys, tmp_path, plai
     --document xyz -> asked: xyz
     --document 00000000 -> No document whose key begins with 00000000
     --id p20x -> No document with the id p20x is in the text shards of
-    --id p20x -> dropped/ (by id and place) and duplicates/ (by id) there do not name it either""", shlex.split))
+    --id p20x -> rejected.jsonl, dropped/ and duplicates/ there do not name it either""", shlex.split))
 def test_what_is_not_there_or_makes_no_sense_is_said(capsys, plain, arguments, output):
     assert output in printed(capsys, main, "--run", plain.folder, *arguments, expect=2)
 
@@ -140,7 +144,8 @@ def test_what_is_not_there_or_makes_no_sense_is_said(capsys, plain, arguments, o
     https://example.org/20 -> source web  id p20  place pages.jsonl:21  url https://example.org/20: the filter length
     web/pages.jsonl:21 -> source web  id p20  place pages.jsonl:21  url https://example.org/20: the filter length
     pages.jsonl:21 -> source web  id p20  place pages.jsonl:21  url https://example.org/20: the
-    p70 -> source web  id p70: it is a duplicate of p3 of the source web, which is kept; no step trains
+    p70 -> source web  id p70  url https://example.org/70: it is a duplicate of p3 of the source web, which is kept;
+    https://example.org/70 -> source web  id p70  url https://example.org/70: it is a duplicate of p3 of the source web
     pages.jsonl:41 -> source web  id pages.jsonl:41: it could not be read (the line is not JSON: """))
 def test_a_document_that_was_left_out_is_shown_with_the_reason(capsys, plain, name, output):
     assert printed(capsys, main, "--run", plain.folder, "--id", name).startswith(output)
@@ -148,12 +153,59 @@ def test_a_document_that_was_left_out_is_shown_with_the_reason(capsys, plain, na
     assert result["documents"] == [] and len(result["left_out"]) == 1
 
 
-def test_what_is_not_recorded_is_said(capsys, tmp_path, plain):
-    shutil.copytree(plain.folder, tmp_path / "mini")
-    config = tmp_path / "mini/config.yaml"
-    config.write_text(config.read_text().replace("keep_dropped: true", "keep_dropped: false"))
-    assert "are only recorded with shard.keep_dropped: true" in printed(
-        capsys, main, "--run", tmp_path / "mini", "--id", "p20x", expect=2)
+@pytest.fixture(scope="module")
+def crawl(tmp_path_factory):
+    """A run with the stage shard alone, of a crawl with a page for each thing that may become of one."""
+    folder = tmp_path_factory.mktemp("crawl")
+    news = b"".join(b"<p>%d. The ship %d sails at %d.</p>" % (number, number * 7, number % 24) for number in range(20))
+    gzipped = {"Content-Encoding": "gzip"}
+    (folder / "a.warc.gz").write_bytes(archive(
+        ("kept", b"<p>A bridge was opened by the mayor of the town today.", "text/html", {}),
+        ("news", news, "text/html", {}), ("copy", news, "text/html", {}),
+        ("short", b"<p>word", "text/html", {}), ("empty", b"<p>", "text/html", {}),
+        ("bad", b"no gzip", "text/html", gzipped), ("missing", b"", "text/html", {}, "404 Not Found"),
+        ("image", b"", "image/png", {})))
+    config = {"name": "crawl", "runs_dir": str(folder), "shard": {
+        "sources": [files_source("web", folder / "*.warc.gz")], "filters": [{"kind": "length", "min_words": 3}],
+        "keep_dropped": True, "max_rejected_share": 0.5, "validation_rule": "tail", "validation_share": 0.3}}
+    (folder / "crawl.yaml").write_text(yaml.safe_dump(config))
+    run_here("shard", folder / "crawl.yaml", "launch.processes=1")
+    return folder / "crawl"
+
+
+@pytest.mark.parametrize(("name", "number", "reason"), table("""
+    kept -> 3 -> it is in train/web-00000.tar with the key
+    copy -> 7 -> it is a duplicate of a.warc.gz:5 of the source web, which is kept
+    short -> 9 -> the filter length dropped it (fewer than 3 words)
+    empty -> 11 -> it is passed over (it has no text)
+    bad -> 13 -> it could not be read (the response cannot be decoded:
+    missing -> 15 -> it is passed over (with HTTP status 404)
+    image -> 17 -> it is passed over (with content of type image/png)""", str, int, str))
+def test_after_shard_alone_each_page_of_a_crawl_is_found(capsys, crawl, name, number, reason):
+    url = f"http://example.org/{name}"
+    shown = printed(capsys, main, "--run", crawl, "--id", url)
+    assert shown.startswith("source web  ") and f"  url {url}: {reason}" in shown and "no step trains on it" in shown
+    assert printed(capsys, main, "--run", crawl, "--id", f"a.warc.gz:{number}") == shown
+    capsys.readouterr()
+    main(["--run", str(crawl), "--json", "--id", url])
+    assert [own["url"] for own in json.loads(capsys.readouterr().out)["left_out"]] == [url]
+
+
+def test_a_text_shard_that_was_made_again_names_no_other_document(capsys, tmp_path, traced):
+    """Token shards name their documents by keys: another text of that number is not theirs."""
+    recorded = Recorded(tmp_path / "mini", traced, kills=(), spikes=(), unsound=())
+    [before] = answer(capsys, recorded, "--id", "p3")["documents"]
+    shard = traced.parent / "runs/mini/shard"
+    path = (shard / before["shard"]).with_suffix(".tar")
+    record = Search(run_in(recorded.folder)).text_records[path.relative_to(shard).as_posix()]
+    documents = [*read_shard(shard, record)]
+    whole = path.read_bytes()
+    try:
+        write_members(path, [(own.key, to_json(own)) for own in documents[1:] + documents[:1]])
+        [after] = answer(capsys, recorded, "--document", before["key"])["documents"]
+    finally:
+        path.write_bytes(whole)
+    assert after == before | {"id": None, "place": None, "url": None}
 
 
 def test_a_packing_that_was_not_planned_is_said_and_nothing_is_written(capsys, tmp_path, traced):

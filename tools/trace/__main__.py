@@ -27,7 +27,7 @@ def add_options(parser: Parser) -> None:
                       help="samples [FIRST, END) instead of a step, e.g. those that a rollback left out")
     what.add_argument("--document", metavar="KEY", help="the document with this key, or with these first digits")
     what.add_argument("--id", help="documents with this id: one of their own, file:record or file@offset, or a page's "
-                                   "URL; reads the text shards")
+                                   "URL; reads the text shards, and what is listed of the others")
     parser.add_argument("--text", action="store_true", help="print the text of each piece or document")
     add_json(parser)
 
@@ -37,11 +37,10 @@ def work(options: argparse.Namespace) -> None:
     from drover.pipeline.contract.run import run_in
 
     run = run_in(options.run)
-    from drover.tools.sample_history import SampleHistory
-    from drover.tools.trace.tracing import Steps, show_documents, show_samples
+    from drover.tools.trace.tracing import Search, show_documents, show_samples
 
     show = show_documents if options.step is None and options.samples is None else show_samples
-    show(Steps(SampleHistory(run)), options)
+    show(Search(run), options)
 
 
 main = Program("python -m drover.tools.trace", __doc__, add_options, work)

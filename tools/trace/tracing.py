@@ -8,14 +8,16 @@ import re
 import sys
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.contract.run import Run
 from drover.pipeline.core.console import ProgressBar, echo, first
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, read_lines
@@ -134,9 +136,10 @@ def _is_in(sample: int, ranges: Iterable[Range]) -> bool:
     return any(begin <= sample < end for begin, end in ranges)
 
 
-def show_samples(steps: Steps, options: argparse.Namespace) -> None:
+def show_samples(search: Search, options: argparse.Namespace) -> None:
     """Print the documents of `--step` or `--samples`, as lines or with `--json` as one object. A step's samples are
     those of the log, or the planned ones if it is not done yet."""
+    steps = search.steps
     notes = list[str]()
     step = options.step
     if step is None:
@@ -154,7 +157,7 @@ def show_samples(steps: Steps, options: argparse.Namespace) -> None:
         samples = steps.samples(step)
     tokenizer = load_tokenizer(steps.history.work.input("tokenizer")[0]) if options.text else None
     found = [*pieces(steps.history.data, samples)]
-    originals, rest = Search(steps).originals([(piece.shard.record["path"], piece.document) for piece in found])
+    originals, rest = search.originals({(piece.shard.record["path"], piece.document): piece.key for piece in found})
     if rest:
         notes.append(f"the documents of {rest:,} more text shards are not looked up; --document KEY shows one of them")
     records: list[Record] = [
@@ -195,63 +198,80 @@ def _as_text(origin: Mapping[str, Any]) -> str:
     return "".join(f"  {name} {origin[name]}" for name in _origin(None) if origin[name])
 
 
-def show_documents(steps: Steps, options: argparse.Namespace) -> None:
+def show_documents(search: Search, options: argparse.Namespace) -> None:
     """Print where the documents of `--document` or `--id` were used, or why they were left out: lines, or with `--json`
     one object.
 
     Raises:
         UserError: there is no such document, or the options make no sense.
     """
-    search = Search(steps)
-    keys = search.keys_of_id(options.id) if options.document is None else [_prefix(options.document)]
-    documents = [document for key in keys for document in search.with_key(key)]
-    left_out = [] if keys else search.left_out(options.id)
-    if not documents and not left_out:
+    texts = search.texts_of_id(options.id) if options.document is None else {}
+    keys = [*texts] if options.document is None else [_prefix(options.document)]
+    is_encoded = options.document is not None or search.run.manifest("encode") is not None
+    documents = [document for key in keys for document in search.with_key(key)] if is_encoded else []
+    if not documents and options.document is not None:
         raise UserError(f"No document whose key begins with {', '.join(keys)} is in the token shards of "
                         f"{search.folder}.")
+    left_out = [] if documents else [*texts.values()] or search.left_out(options.id)
     traced = search.traced(documents, text=options.text) if documents else []
     if options.json:
-        print(json.dumps({"steps_done": steps.done, "steps_planned": steps.planned, "left_out": left_out,
-                          "documents": [asdict(document) for document in traced]}, ensure_ascii=False))
+        steps = {"steps_done": search.steps.done, "steps_planned": search.steps.planned} if is_encoded else {}
+        print(json.dumps({**steps, "left_out": left_out, "documents": [asdict(document) for document in traced]},
+                         ensure_ascii=False))
     else:
         echo(*(f"source {own['source']}{_as_text(own)}: {own['reason']}; no step trains on it" for own in left_out),
-             *(line for document in traced for line in _lines(document, steps)))
+             *(line for document in traced for line in _lines(document, search.steps)))
 
 
 def _prefix(text: str) -> str:
     """The digits of `--document`; a key of a text shard may have a number behind a hyphen."""
-    key = text.lower().partition("-")[0]
+    key = _digits(text.lower())
     if not re.fullmatch(rf"[0-9a-f]{{{SHORTEST_KEY},{2 * KEY_BYTES}}}", key):
         raise UserError(f"--document takes a key of {2 * KEY_BYTES} hexadecimal digits or its first {SHORTEST_KEY} at "
                         f"least; asked: {text}. --id takes a document's own id.")
     return key
 
 
+def _digits(key: str) -> str:
+    """A text's key without the number that equal texts of a shard have."""
+    return key.partition("-")[0]
+
+
 class Search:
     """Finds documents of a run, and the samples that have a part of them."""
 
-    def __init__(self, steps: Steps) -> None:
-        run = steps.history.run
-        self.steps = steps
-        self.table = steps.history.table
-        self.folder = steps.history.work.input("encode")[0]
+    def __init__(self, run: Run) -> None:
+        self.run = run
         self.texts = run.stage_folder("shard")
         self.manifest = run.manifest("shard")
         self.text_records = {record["path"]: record for split in SPLITS
                              for record in (shard_records(self.manifest, split) if self.manifest else ())}
 
-    def keys_of_id(self, name: str) -> list[str]:
-        """The keys of the documents with this id, each once: all text shards are read."""
-        self.steps.history.run.finished("shard")
-        keys = dict[str, None]()
-        with ProgressBar("trace", f"search for {name}", len(self.text_records), "text shards", sys.stderr) as progress:
-            for record in self.text_records.values():
-                keys |= {document.key.partition("-")[0]: None for document in read_shard(self.texts, record)
-                         if _has_name(name, document.source, document.id, document.place, document.meta.get("url"))}
-                progress.advance()
-        return [*keys]
+    @cached_property
+    def steps(self) -> Steps:
+        """The steps of the run; UserError before `encode` is done."""
+        return Steps(SampleHistory(self.run))
 
-    def left_out(self, name: str) -> list[dict[str, Any]]:
+    @property
+    def folder(self) -> Path:
+        """Where the token shards are."""
+        return self.steps.history.work.input("encode")[0]
+
+    def texts_of_id(self, name: str) -> dict[str, Record]:
+        """The documents with this id by their keys, as `left_out` gives them: all text shards are read."""
+        self.run.finished("shard")
+        found = dict[str, Record]()
+        with ProgressBar("trace", f"search for {name}", len(self.text_records), "text shards", sys.stderr) as progress:
+            for path, record in self.text_records.items():
+                for document in read_shard(self.texts, record):
+                    if _has_name(name, document.source, document.id, document.place, document.meta.get("url")):
+                        key = _digits(document.key)
+                        found[key] = {"source": document.source, **_origin_of(document), "reason": f"it is in {path} "
+                                      f"with the key {key}, and encode has made no tokens of it yet"}
+                progress.advance()
+        return found
+
+    def left_out(self, name: str) -> list[Record]:
         """The documents with this id that are in no text shard: source, id, place, url, and the reason.
 
         Raises:
@@ -259,7 +279,7 @@ class Search:
         """
         from pyarrow import parquet
 
-        result = list[dict[str, Any]]()
+        result = list[Record]()
         for record in self.manifest.outputs if self.manifest else ():
             path = self.texts / record["path"]
             split = record.get("split")
@@ -269,27 +289,26 @@ class Search:
                            for line in read_lines(path)
                            if _has_name(name, line["source"], line["id"], line.get("place"), line["meta"].get("url"))]
             elif split == DUPLICATES and path.is_file():
-                result += [{"source": row["source"], **_origin(name),
+                result += [{"source": row["source"], **_origin(row["id"], None, row),
                             "reason": f"it is a {row['kind'].replace('_', '-')} of {row['kept_id']} of the source "
                                       f"{row['kept_source']}, which is kept"}
-                           for row in parquet.read_table(path, filters=[("id", "==", name)]).to_pylist()]
+                           for batch in parquet.ParquetFile(path).iter_batches() for row in batch.to_pylist()
+                           if _has_name(name, row["source"], row["id"], row.get("url"))]
             elif split == "rejected":
-                result += [{"source": own.source, **_origin(name), "reason": f"it could not be read ({own.reason})"}
+                result += [{"source": own.source, **_origin(place_in(own.file, own.record), None, {"url": own.url}),
+                            "reason": f"it could not be read ({own.reason})" if own.documents else
+                                      f"it is passed over ({own.reason})"}
                            for own in read_lines(path, Rejection)
-                           if _has_name(name, own.source, place_in(own.file, own.record))]
+                           if _has_name(name, own.source, place_in(own.file, own.record), own.url)]
         if not result:
-            recorded = (", dropped/ (by id and place) and duplicates/ (by id) there do not name it either"
-                        if self.steps.history.run.config.shard.keep_dropped else
-                        " there does not name it either, and dropped documents are only recorded with "
-                        "shard.keep_dropped: true")
-            raise UserError(f"No document with the id {name} is in the text shards of {self.texts}; rejected.jsonl"
-                            f"{recorded}. Empty documents and records of WARC files that are "
-                            f"passed over are only counted; duplicates have no url there.")
+            raise UserError(f"No document with the id {name} is in the text shards of {self.texts}. rejected.jsonl, "
+                            f"dropped/ and duplicates/ there do not name it either; the last two are written with "
+                            f"shard.keep_dropped: true. If it is new, it came after the stage shard.")
         return result
 
-    def originals(self, wanted: Collection[tuple[str, int]]) -> tuple[dict[tuple[str, int], Document], int]:
-        """Documents of token shards, by the shard's path and the number in it, from the text shards that are there; and
-        of how many text shards none was looked up."""
+    def originals(self, wanted: Mapping[tuple[str, int], str]) -> tuple[dict[tuple[str, int], Document], int]:
+        """Documents of token shards from the text shards that are there, if these have the same text still; and of how
+        many text shards none was looked up. wanted: keys, by the shard's path and the number in it."""
         numbers = defaultdict[str, set[int]](set)
         for path, number in wanted:
             numbers[path].add(number)
@@ -299,9 +318,10 @@ class Search:
             for path in looked_up:
                 record = self.text_records.get(Path(path).with_suffix(".tar").as_posix())
                 if record and (self.texts / record["path"]).is_file():
-                    own = numbers[path]
-                    result |= zip([(path, number) for number in sorted(own)], read_shard(self.texts, record, own),
-                                  strict=False)
+                    own = sorted(numbers[path])
+                    result |= {(path, number): document for number, document in zip(
+                        own, read_shard(self.texts, record, own), strict=False)
+                        if _digits(document.key) == wanted[path, number]}
                 progress.advance()
         return result, len(numbers) - len(looked_up)
 
@@ -313,7 +333,7 @@ class Search:
         """
         low, high = (np.bytes_(bytes.fromhex(prefix.ljust(2 * KEY_BYTES, end))) for end in "0f")
         matching = dict[DocumentId, str]()
-        for row in range(len(self.table)):
+        for row in range(len(self.steps.history.table)):
             shard = self._shard(row)
             keys = shard.keys(0, shard.documents).view(f"S{KEY_BYTES}").reshape(-1)
             for number in np.flatnonzero((keys >= low) & (keys <= high)).tolist():
@@ -326,8 +346,9 @@ class Search:
     def traced(self, documents: list[DocumentId], *, text: bool) -> list[TracedDocument]:
         """The documents with all their readings. text: and their text."""
         end, data = self.steps.end, self.steps.history.data
-        places = [(self.table.paths[row], number) for row, number in documents]
-        originals, _ = self.originals(places)
+        places = [(self.steps.history.table.paths[row], number) for row, number in documents]
+        keys = [self._shard(row).document_key(number) for row, number in documents]
+        originals, _ = self.originals(dict(zip(places, keys, strict=True)))
         traced = {place: self._document(*document, originals.get(place), text=text)
                   for place, document in zip(places, documents, strict=True)}
         with ProgressBar("trace", "order", end, "samples", sys.stderr) as progress:
@@ -341,14 +362,14 @@ class Search:
         shard = self._shard(row)
         begin, end = shard.document_span(number)
         own = original.text if original else None
-        if text and shard.source not in self.steps.history.run.config.shard.source_names:  # it came as tokens
+        if text and shard.source not in self.run.config.shard.source_names:  # it came as tokens
             own = load_tokenizer(self.steps.history.work.input("tokenizer")[0]).decode(shard.document_tokens(number))
         return TracedDocument(shard.document_key(number), shard.source, shard.record["split"], shard.record["path"],
                               number, end - begin, shard.document_bytes(number), **_origin_of(original),
                               text=own if text else None)
 
     def _shard(self, row: int) -> TokenShard:
-        record = self.table.record(row)
+        record = self.steps.history.table.record(row)
         return TokenShard(self.folder / record["path"], record)
 
 

@@ -247,12 +247,12 @@ def _decided(folder: Path, plan: CorpusLayout, documents: StagedDocuments, group
 
 def _write_kept(documents: StagedDocuments, name: str, numbers: np.ndarray, kept: np.ndarray,
                 kinds: list[str]) -> Record:
-    """Write, for each dropped document, its id and source, those of the one that is kept, why it was dropped, and
+    """Write, for each dropped document, its id, source and URL, those of the one that is kept, why it was dropped, and
     whether both texts are equal; in order, as Parquet. Returns the output's record."""
     import pyarrow as pa
     from pyarrow import parquet
-    schema = pa.schema([*((column, pa.string()) for column in ("id", "source", "kept_id", "kept_source", "kind")),
-                        ("equal", pa.bool_())])
+    texts = ("id", "source", "url", "kept_id", "kept_source", "kind")
+    schema = pa.schema([*((column, pa.string()) for column in texts), ("equal", pa.bool_())])
     path = documents.folder / DUPLICATES / f"{name}.parquet"
     with atomic_file(path) as file, parquet.ParquetWriter(file, schema) as writer:
         for start in range(0, len(numbers), _ROWS_AT_ONCE):
@@ -260,9 +260,10 @@ def _write_kept(documents: StagedDocuments, name: str, numbers: np.ndarray, kept
             named = {number: documents.named(number) for number in np.unique(pairs).tolist()}
             rows = []
             for (number, other), kind in zip(pairs.tolist(), kinds[start:], strict=False):
-                (own_id, own_source, text), (kept_id, kept_source, kept_text) = named[number], named[other]
-                rows.append({"id": own_id, "source": own_source, "kept_id": kept_id, "kept_source": kept_source,
-                             "kind": kind, "equal": text == kept_text})
+                own_id, own_source, url, text = named[number]
+                kept_id, kept_source, _, kept_text = named[other]
+                rows.append({"id": own_id, "source": own_source, "url": url, "kept_id": kept_id,
+                             "kept_source": kept_source, "kind": kind, "equal": text == kept_text})
             writer.write_table(pa.Table.from_pylist(rows, schema))
     return output_record(documents.folder, path, split=DUPLICATES, source="", docs=len(numbers), text_bytes=0)
 

@@ -176,11 +176,12 @@ class StagedDocuments:
         """The document, with its text."""
         return self._read(*self.row(number))
 
-    def named(self, number: int) -> tuple[str, str, tuple[int, int]]:
-        """The document's id, its source and the digest of its text."""
+    def named(self, number: int) -> tuple[str, str, str, tuple[int, int]]:
+        """The document's id, its source, its `url` and the digest of its text."""
         unit, row = self.row(number)
         document = self._read(unit, row)
-        return document.id, document.source, (int(row["high"]), int(row["low"]))
+        url = str(document.meta.get("url") or "")
+        return document.id, document.source, url, (int(row["high"]), int(row["low"]))
 
     def _read(self, unit: str, row: Any) -> Document:
         file = self._texts(unit)

@@ -69,7 +69,10 @@ def test_responses_with_pages_are_read_and_the_rest_is_counted(tmp_path, gzipped
     path.write_bytes(archive(*RESPONSES, *OTHERS, gzipped=gzipped))
     inputs = list[dict]()
     documents, rejections = separated(unit_documents(payload_of(path), inputs.append))
-    assert rejections == [] and texts(documents) == ["Café"] * len(RESPONSES)
+    assert [(own.url, own.reason, own.documents) for own in rejections] == [
+        ("http://example.org/missing", "with HTTP status 404", 0),
+        ("http://example.org/image", "with content of type image/png", 0)]
+    assert texts(documents) == ["Café"] * len(RESPONSES)
     assert [own.id for own in documents] == [f"{path.name}:{3 + 2 * number}" for number in range(len(RESPONSES))]
     first = documents[0].meta
     assert (first["url"], first["title"], first["date"][:2]) == ("http://example.org/plain", "Café", "20")
