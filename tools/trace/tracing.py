@@ -156,8 +156,8 @@ def show_samples(search: Search, options: argparse.Namespace) -> None:
             notes.append(f"the update of step {step} was skipped ({why})")
         samples = steps.samples(step)
     tokenizer = load_tokenizer(steps.history.work.input("tokenizer")[0]) if options.text else None
-    found = [*pieces(steps.history.data, samples)]
-    originals, rest = search.originals({(piece.shard.record["path"], piece.document): piece.key for piece in found})
+    spans = [*pieces(steps.history.data, samples)]
+    originals, rest = search.originals({(piece.shard.record["path"], piece.document): piece.key for piece in spans})
     if rest:
         notes.append(f"the documents of {rest:,} more text shards are not looked up; --document KEY shows one of them")
     records: list[Record] = [
@@ -165,7 +165,7 @@ def show_samples(search: Search, options: argparse.Namespace) -> None:
          "document": piece.document, "key": piece.key, "tokens": [piece.start, piece.stop],
          **_origin_of(originals.get((piece.shard.record["path"], piece.document))),
          **({"text": tokenizer.decode(piece.ids().tolist())} if tokenizer else {})}
-        for piece in found]
+        for piece in spans]
     if options.json:
         print(json.dumps({"step": step, "samples": ranges_of(samples), "notes": notes, "pieces": records},
                          ensure_ascii=False))
@@ -260,16 +260,16 @@ class Search:
     def texts_of_id(self, name: str) -> dict[str, Record]:
         """The documents with this id by their keys, as `left_out` gives them: all text shards are read."""
         self.run.finished("shard")
-        found = dict[str, Record]()
+        result = dict[str, Record]()
         with ProgressBar("trace", f"search for {name}", len(self.text_records), "text shards", sys.stderr) as progress:
             for path, record in self.text_records.items():
                 for document in read_shard(self.texts, record):
                     if _has_name(name, document.source, document.id, document.place, document.meta.get("url")):
                         key = _digits(document.key)
-                        found[key] = {"source": document.source, **_origin_of(document), "reason": f"it is in {path} "
+                        result[key] = {"source": document.source, **_origin_of(document), "reason": f"it is in {path} "
                                       f"with the key {key}, and encode has made no tokens of it yet"}
                 progress.advance()
-        return found
+        return result
 
     def left_out(self, name: str) -> list[Record]:
         """The documents with this id that are in no text shard: source, id, place, url, and the reason.
