@@ -191,6 +191,7 @@ REFUSED = {program: (arguments, said) for program, arguments, said in table(f"""
     benchmarks.train -> --only nope -> invalid choice: 'nope'
     benchmarks.gpu -> --only nope -> invalid choice: 'nope'
     benchmarks.data -> --vocab x -> invalid int value: 'x'
+    benchmarks.sizes -> --files x -> invalid int value: 'x'
     drover.tools.audit -> nope -> {NO_RUN}
     drover.tools.chat -> nope x -> {NO_RUN}
     drover.tools.classifier -> train --good x --bad x --out {CONFIG} -> exists already
@@ -207,7 +208,7 @@ REFUSED = {program: (arguments, said) for program, arguments, said in table(f"""
 """Of each program, wrong arguments and what is said of them."""
 REFUSED |= {f"drover.pipeline.{name}": (f"--config {CONFIG} runs_dir=nope train.lr=x", "train.lr") for name in STAGES}
 NEEDED = {"drover.pipeline.tokenizer": {"numpy"}, "drover.pipeline.encode": {"numpy"},
-          **{f"benchmarks.{name}": {"numpy", "torch"} for name in ("data", "gpu", "train")}}
+          **{f"benchmarks.{name}": {"numpy", "torch"} for name in ("data", "gpu", "sizes", "train")}}
 """What these programs import before they look at their arguments."""
 
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from benchmarks import data, gpu, train
+from benchmarks import data, gpu, sizes, train
 from benchmarks.measuring import in_processes
 from drover.pipeline.config.checks import problems, rank_problems
 from tests.refusal import printed
@@ -35,6 +35,13 @@ def test_the_same_ids_as_datatrove(capsys):
     assert data.main(["--files", "a*.py", "--vocab", "1024"]) == 0
     ours, theirs = re.findall(r"([\d,]{6,}) \|$", capsys.readouterr().out, re.MULTILINE)
     assert ours == theirs
+
+
+@pytest.mark.slow
+def test_duplicates_that_are_made_are_found(capsys):
+    assert sizes.main(["--files", "2"]) == 0
+    found = re.search(r"'duplicate': (\d+), 'near_duplicate': (\d+)", capsys.readouterr().out)
+    assert found is not None and found[1] == "1000" and 980 <= int(found[2]) <= 1000
 
 
 OPTIONS = gpu.main.parser().parse_args([])

@@ -142,7 +142,7 @@ class CorpusLayout:
     def column(self, folder: Path, group: int, ending: str, field: Any) -> np.ndarray:
         """A field of the staged .npy tables of a group's units, a row a document."""
         paths = [staged(folder, self.names[unit], ending) for unit in self.units(group)]
-        return np.concatenate([np.load(path, mmap_mode="r")[field] for path in paths])
+        return np.concatenate([np.array(np.load(path, mmap_mode="r")[field]) for path in paths])  # closes each file
 
 
 def layout(names: Sequence[str], sources: Sequence[int], documents: Sequence[int], *, last: bool = False,
