@@ -1,4 +1,6 @@
-"""A model in memory as a folder in Hugging Face's form."""
+"""A model in memory as a folder in Hugging Face's form; and a pickle that would do something."""
+
+import os
 
 import torch
 
@@ -25,3 +27,13 @@ def state_in(folder):
         if weights.config.tied_embeddings:
             state["output.weight"] = state["tok_embeddings.weight"]
         return weights.config, state
+
+
+class Hostile:
+    """Makes a folder when it is unpickled by anything that calls what a pickle names."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)

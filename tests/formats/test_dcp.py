@@ -2,7 +2,6 @@
 loads what is written, and a pickle or a file that is none of theirs is refused and not executed."""
 
 import json
-import os
 import pickle
 import random
 
@@ -17,6 +16,7 @@ from drover.pipeline.formats.huggingface import Source, config_to_json, write_fo
 from drover.pipeline.formats.weights import load_model, open_weights
 from tests.conftest import run_python
 from tests.formats.cutting import read_alike
+from tests.formats.exporting import Hostile
 from tests.refusal import refused
 from tests.tiny_models import opinionated
 
@@ -114,16 +114,6 @@ def test_what_two_ranks_saved_is_read(saved, tmp_path):
         read_alike(opened, opinionated(SHAPE), random.Random(7))
 
 
-class Evil:
-    """What a pickle could do."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
 def change_list(folder, change):
     path = folder / ".metadata"
     listed = pickle.loads(path.read_bytes())
@@ -140,7 +130,7 @@ def test_what_is_no_such_checkpoint_is_refused_and_not_executed(saved, tmp_path)
         (saved / ".metadata").write_bytes(whole)
         return message
     assert "it names posix.mkdir, which no checkpoint of torch has; nothing of it was executed" in refusal(
-        lambda listed: setattr(listed, "planner_data", Evil(tmp_path / "made")))
+        lambda listed: setattr(listed, "planner_data", Hostile(tmp_path / "made")))
     assert not (tmp_path / "made").exists()
     assert "'../x', which is not a file in its folder" in refusal(
         lambda listed: [setattr(place, "relative_path", "../x") for place in listed.storage_data.values()])

@@ -1,13 +1,13 @@
 """Weights by our names from every form: whole and in rectangles, and what is no model refused in a sentence."""
 
 import json
-import os
 import pickle
 import random
 from collections import OrderedDict
 
 import pytest
 import torch
+import transformers
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -16,7 +16,7 @@ from drover.model.names import to_huggingface
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.weights import load_model, open_weights
 from tests.formats.cutting import read_alike, write_checkpoint
-from tests.formats.exporting import write_model
+from tests.formats.exporting import Hostile, write_model
 from tests.refusal import refused, table
 from tests.tiny_models import as_checkpoint, opinionated
 
@@ -109,16 +109,6 @@ def test_missing_files_and_paths_that_lead_out_are_refused(folder):
     refused(UserError, "does not describe a Llama", open_weights, folder)
 
 
-class Hostile:
-    """Makes a folder when it is unpickled by anything that calls what a pickle names."""
-
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
 def test_nothing_in_a_pickle_is_executed(tmp_path):
     folder = as_pickled(tmp_path / "x", opinionated(SHAPES["untied"]))
     file = folder / "pytorch_model.bin"
@@ -165,7 +155,6 @@ def test_a_folder_of_something_else_names_what_is_known(tmp_path):
 
 @pytest.mark.parametrize("value", [0.0, 0.25])
 def test_the_fourth_bias_is_read_only_where_it_is_zero(value, tmp_path):
-    transformers = pytest.importorskip("transformers")
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=90, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
         num_key_value_heads=2, attention_bias=True))

@@ -23,7 +23,7 @@ from drover.pipeline.records.checkpoints import Marker, TrainingProgress
 from drover.pipeline.records.metrics import Rollback
 from drover.pipeline.storage.mirror import DamagedCopyError
 from drover.pipeline.training.data import DamagedTokensError
-from tests.formats.test_weights import Hostile
+from tests.formats.exporting import Hostile
 from tests.refusal import refused
 
 COUNTS = np.arange(6, dtype=np.int64)
