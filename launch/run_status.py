@@ -212,8 +212,7 @@ def _row(run: RunFiles, stage: StageFiles, jobs: Jobs, now: float, *, broken: bo
     elif state == "running":
         elapsed = _time(info.elapsed_s or (now - _when(last.at) if last else 0))
     figures = [f"nodes {info.nodes}"] * bool(info.nodes)
-    earlier = state == "running" and done and run.chain and done.at < run.chain.submitted  # perhaps of other settings
-    if done and not earlier and not (done.phase and state in FINISHED):
+    if done and not (done.phase and state in FINISHED):
         phase = f"{done.phase} " * (done.phase not in ("", stage.name))
         progress = f"{phase}{done.done}/{done.total} {done.unit} {done.done / max(1, done.total):.0%}"
         if done.loss is not None:
@@ -230,9 +229,7 @@ def _state(run: RunFiles, stage: StageFiles, info: JobInfo, now: float, *, silen
            ) -> tuple[State, str]:
     """The state of a stage, and a remark about it or ""."""
     name, last = stage.name, stage.last
-    logs = (f". `drover why {run.folder}` shows the end of its output"
-            if stage.starts or stage.jobs or (run.folder / "logs" / "local.log").is_file() else
-            ". Its output is in no file of the run: it went to the program that started it")
+    logs = f". `drover why {run.folder}` shows the end of its output, unless it was started by hand"
     if stage.damaged:
         return "failed", f"{name}: {stage.damaged}"
     if info.queued and stage.due:

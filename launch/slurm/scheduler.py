@@ -112,10 +112,11 @@ OWN = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 
 
 def of_another_job(environment: Environment) -> list[str]:
-    """Variables that a job or an allocation has set, and those that override options in sbatch's script (SBATCH_*).
-    Submitted jobs must not inherit them."""
+    """Variables that a job or an allocation has set, those that override options in sbatch's script (SBATCH_*), and
+    those that change the output of Slurm's programs. Neither submitted jobs nor these programs must inherit them."""
     return sorted(name for name in environment if name not in OWN and name.startswith(
-        ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SUBMITIT_", "PMI")))
+        ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SUBMITIT_", "PMI", "SQUEUE_", "SACCT_", "SINFO_",
+         "SCONTROL_")))
 
 
 class Scheduler:
@@ -127,9 +128,8 @@ class Scheduler:
     """
 
     def __init__(self, environment: Environment = os.environ, timeout_s: float = 10) -> None:
-        # A user's own formats, or another cluster, would change the output that is read here, and SBATCH_* a script.
-        self._environment = {name: value for name, value in environment.items() if name in OWN or not name.startswith(
-            ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SINFO_", "SCONTROL_"))}
+        foreign = of_another_job(environment)
+        self._environment = {name: value for name, value in environment.items() if name not in foreign}
         self._timeout_s = timeout_s
 
     def jobs(self, ids: Iterable[str]) -> dict[str, JobInfo] | None:
