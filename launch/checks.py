@@ -5,7 +5,8 @@ from __future__ import annotations
 import getpass
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -81,11 +82,21 @@ def start_problems(run: Run, jobs: list[Job], options: Options, disk: Disk, *, s
 
 
 def site_problems(config: Config, jobs: list[Job]) -> list[str]:
-    """What Slurm would refuse of the jobs, also of an invalid configuration."""
-    running = [job for job in jobs if job.to_run]
+    """What Slurm would refuse of the jobs, also of an invalid configuration, each once."""
     scheduler = Scheduler()
-    kinds = scheduler.node_kinds()
-    return [*unknown_names(running, kinds, scheduler), *cluster_problems(config, running, kinds)]
+    nodes = scheduler.node_kinds()
+    known = {"partition": {kind.partition for kind in nodes}}
+    if nodes:
+        enforced = scheduler.site_settings().get("AccountingStorageEnforce", "")
+        rows = scheduler.associations(getpass.getuser())
+        known["account"] = {account for account, _, _ in rows if "associations" in enforced}
+        known["qos"] = {name for *_, names in rows if "qos" in enforced for name in names.split(",")}
+    causes = defaultdict[str, list[str]](list)
+    for job in jobs:
+        if job.to_run:
+            for text in (*_unknown_names(job, known), *_beyond_limits(config, job, nodes)):
+                causes[text].append(job.key)
+    return [f"{first(keys)}: {text}" for text, keys in causes.items()]
 
 
 def memory_problems(config: Config, jobs: list[Job], options: Options) -> Iterator[str]:
@@ -164,55 +175,40 @@ def refuse_changed(run: Run, job: Job, options: Options) -> None:
     raise refusal
 
 
-def cluster_problems(config: Config, jobs: list[Job], nodes: Sequence[NodeKind]) -> Iterator[str]:
-    """What the partition of a job does not allow, or its nodes do not have, each once. nodes: of the cluster; () if
-    unknown."""
-    requests = dict[str, list[str]]()
-    for job in jobs:
-        if 60 * job.minutes <= job.signal_s:
-            yield (f"launch.{job.stage}.time={job.minutes} min is not longer than launch.signal_s={job.signal_s} s, "
-                   f"the time before the limit at which Slurm signals the end. Raise the one, or lower the other.")
-        names = (job.resources.partition or "").split(",")
-        kinds = [kind for kind in nodes if kind.partition in names or (kind.usual and not job.resources.partition)
-                 ] or nodes  # what no node of an unknown partition's cluster has
-        if not kinds:
-            continue
-        cores = job.tasks_per_node * job.cpus_per_task
-        memory = job.resources.mem or "0"
-        gpus = job.gpus_per_node if config.launch.request_gpus else 0
-        fitting = sum(kind.nodes for kind in kinds if kind.cpus >= cores and kind.gpus >= gpus
-                      and (kind.memory_mb >= megabytes(memory) or kind.memory_mb == 1))  # 1: the site does not say
-        most = max(kind.most for kind in kinds)
-        longest = max(seconds(kind.longest, inf) for kind in kinds)
-        above = job.all_nodes > most or 60 * job.minutes > longest
-        if job.all_nodes > fitting or (above and "qos" not in options_of(job)):  # a QOS may lift the limits
-            requests.setdefault(
-                f"requests {counted(job.all_nodes, 'node')} with {counted(cores, 'core')}, mem {memory}, "
-                f"{counted(gpus, 'GPU')} each for {job.minutes} min, but Slurm has {', '.join(map(str, kinds))}. "
-                f"Change --nodes, launch.cpus, mem, gpus_per_node, processes, time or partition "
-                f"(launch.request_gpus=false requests no GPUs, where Slurm does not count them).", []).append(job.key)
-    yield from (f"{first(keys)}: {text}" for text, keys in requests.items())
+def _beyond_limits(config: Config, job: Job, nodes: Sequence[NodeKind]) -> Iterator[str]:
+    """What the partition of a job does not allow, or its nodes do not have. nodes: of the cluster; () if unknown."""
+    if 60 * job.minutes <= job.signal_s:
+        yield (f"launch.{job.stage}.time={job.minutes} min is not longer than launch.signal_s={job.signal_s} s, the "
+               f"time before the limit at which Slurm signals the end. Raise the one, or lower the other.")
+    names = (job.resources.partition or "").split(",")
+    kinds = [kind for kind in nodes if kind.partition in names or (kind.usual and not job.resources.partition)
+             ] or nodes  # what no node of an unknown partition's cluster has
+    if not kinds:
+        return
+    cores = job.tasks_per_node * job.cpus_per_task
+    memory = job.resources.mem or "0"
+    gpus = job.gpus_per_node if config.launch.request_gpus else 0
+    fitting = sum(kind.nodes for kind in kinds if kind.cpus >= cores and kind.gpus >= gpus
+                  and (kind.memory_mb >= megabytes(memory) or kind.memory_mb == 1))  # 1: the site does not say
+    most = max(kind.most for kind in kinds)
+    longest = max(seconds(kind.longest, inf) for kind in kinds)
+    above = job.all_nodes > most or 60 * job.minutes > longest
+    if job.all_nodes > fitting or (above and "qos" not in options_of(job)):  # a QOS may lift the limits
+        yield (f"requests {counted(job.all_nodes, 'node')} with {counted(cores, 'core')}, mem {memory}, "
+               f"{counted(gpus, 'GPU')} each for {job.minutes} min, but Slurm has {', '.join(map(str, kinds))}. Change "
+               f"--nodes, launch.cpus, mem, gpus_per_node, processes, time or partition (launch.request_gpus=false "
+               f"requests no GPUs, where Slurm does not count them).")
 
 
-def unknown_names(jobs: list[Job], nodes: Sequence[NodeKind], scheduler: Scheduler) -> Iterator[str]:
-    """Partitions that Slurm does not have, and accounts and QOS that it does not allow this user, each once with the
-    names that it would take. Nothing where Slurm does not answer, or takes any account or QOS."""
-    known = {"partition": {kind.partition for kind in nodes}}
-    if nodes:
-        enforced = scheduler.site_settings().get("AccountingStorageEnforce", "")
-        rows = scheduler.associations(getpass.getuser())
-        known["account"] = {account for account, _, _ in rows if "associations" in enforced}
-        known["qos"] = {name for *_, names in rows if "qos" in enforced for name in names.split(",")}
-    unknown = dict[tuple[str, str], list[str]]()
-    for job in jobs:
-        given = {**options_of(job), "partition": job.resources.partition or ""}
-        for kind, names in known.items():
-            for name in str(given.get(kind, "")).split(","):
-                if name and names and (name if kind == "partition" else name.lower()) not in names:
-                    unknown.setdefault((kind, name), []).append(job.key)
-    for (kind, name), keys in unknown.items():
-        yield (f"{first(keys)}: Slurm has no {kind} {name} for you; {meant(name, known[kind], f'set launch.{kind}.')} "
-               f"It has: {', '.join(sorted(known[kind]))}.")
+def _unknown_names(job: Job, known: Mapping[str, set[str]]) -> Iterator[str]:
+    """Names that Slurm does not have for this user, with those that it has. known: by kind; {} where it is not known,
+    or where Slurm takes any."""
+    given = {**options_of(job), "partition": job.resources.partition or ""}
+    for kind, names in known.items():
+        for name in str(given.get(kind, "")).split(","):
+            if name and names and (name if kind == "partition" else name.lower()) not in names:
+                yield (f"Slurm has no {kind} {name} for you; {meant(name, names, f'set launch.{kind}.')} It has: "
+                       f"{', '.join(sorted(names))}.")
 
 
 def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Environment, *, local: bool) -> None:

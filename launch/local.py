@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import signal
 import sys
 import time
@@ -25,7 +24,7 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.entry import INTERRUPTED, report_done
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.contract.state import now
+from drover.pipeline.contract.state import now, this_start
 from drover.pipeline.core.background import usable_cores
 from drover.pipeline.core.console import duration
 from drover.pipeline.parallel.host_memory import free_on_host
@@ -103,8 +102,8 @@ def _run_job(run: Run, job: Job, options: Options, chain: str, requests: list[in
     refuse_changed(run, job, options)
     log = run.folder / WORDS
     log.parent.mkdir(parents=True, exist_ok=True)
-    host = LocalHost(os.environ.get("SLURM_JOB_ID", ""), "local", int(os.environ.get("SLURM_RESTART_COUNT") or 0),
-                     (platform.node(),), None, NoScheduler(), requests, log=log)
+    start = this_start()
+    host = LocalHost(start["job"], "local", start["restart"], (start["host"],), None, NoScheduler(), requests, log=log)
     runner = Runner(_spec(run, job, chain), host)
     decision = runner.run()
     if decision.status == "done":
