@@ -24,7 +24,7 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.entry import INTERRUPTED, report_done
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.contract.state import now, this_start
+from drover.pipeline.contract.state import this_start
 from drover.pipeline.core.background import usable_cores
 from drover.pipeline.core.console import duration
 from drover.pipeline.parallel.host_memory import free_on_host
@@ -78,10 +78,10 @@ def find_machine(device: str = "auto") -> Machine:
 
 def run_jobs(config: Config, jobs: list[Job], options: Options) -> int:
     """Run the jobs; 0 if all are done, else the status of the one that failed."""
-    began, run, chain = time.monotonic(), Run(config), f"local-{now()}"
+    began, run = time.monotonic(), Run(config)
     with stop_requests() as requests:
         for job in jobs:
-            if status := _run_job(run, job, options, chain, requests):
+            if status := _run_job(run, job, options, requests):
                 return status
     report = run.folder / "report.html"
     what = f"report: {report}" if jobs[-1].stage == "report" and report.is_file() else f"run folder: {run.folder}"
@@ -89,7 +89,7 @@ def run_jobs(config: Config, jobs: list[Job], options: Options) -> int:
     return 0
 
 
-def _run_job(run: Run, job: Job, options: Options, chain: str, requests: list[int]) -> int:
+def _run_job(run: Run, job: Job, options: Options, requests: list[int]) -> int:
     again = f"the same command{' without --force' if job.forced else ''} continues"
     if requests:
         show(sys.stderr, f"\nstopped before {job.stage}; {again}")
@@ -104,7 +104,11 @@ def _run_job(run: Run, job: Job, options: Options, chain: str, requests: list[in
     log.parent.mkdir(parents=True, exist_ok=True)
     start = this_start()
     host = LocalHost(start["job"], "local", start["restart"], (start["host"],), None, NoScheduler(), requests, log=log)
-    runner = Runner(_spec(run, job, chain), host)
+    # The user is watching: without checkpoints, let them decide whether to start the stage again.
+    restarts = run.config.launch.max_restarts if STAGES[job.stage].checkpoints else 0
+    environment = {**job.environment, **process_environment()}  # the user's overrides the planned one
+    runner = Runner(replace(job, run=str(run.folder), environment=environment, requeue=False, max_restarts=restarts),
+                    host)
     decision = runner.run()
     if decision.status == "done":
         return 0
@@ -119,14 +123,3 @@ def _run_job(run: Run, job: Job, options: Options, chain: str, requests: list[in
     show(sys.stderr, f"\n{job.stage} failed{what}{hint}. Nothing after it was started. Its output is in "
                      f"{folder / ONE_PROCESS}. Once the cause is fixed, {again}.")
     return end.status or 1
-
-
-def _spec(run: Run, job: Job, chain: str) -> JobSpec:
-    """The user's environment overrides the planned one. A forced stage starts from scratch once; after a crash it
-    continues."""
-    # The user is watching: without checkpoints, let them decide whether to start the stage again.
-    restarts = run.config.launch.max_restarts if STAGES[job.stage].checkpoints else 0
-    command = tuple(f"--force-id={chain}" if word == "--force" else word for word in job.command)
-    return replace(job, run=str(run.folder), chain=chain, command=command,
-                   environment={**job.environment, **process_environment()},
-                   requeue=False, max_restarts=restarts)

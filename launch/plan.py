@@ -39,7 +39,7 @@ class Options:
     config_path, overrides: as the user gave them.
     machine: only a local run is fitted to it.
     frozen: the configuration that jobs on Slurm are given in place of the user's file and overrides.
-    chain: id of a submission to Slurm; what is forced is forced once for it.
+    chain: id of the submission, or of the command on this machine; what is forced is forced once for it.
     code: where the jobs' code is. code_files: what is to be written there.
     exclude: nodes that failed, which jobs on Slurm leave out besides those that the configuration names.
     """
@@ -113,7 +113,7 @@ class Job(JobSpec):
 def plan(config: Config, run: Run, stages: list[str], options: Options) -> list[Job]:
     """The jobs for `stages`, in their order. Reads the run folder, starts and writes nothing."""
     slurm = options.cluster == "slurm"
-    force = () if not options.force else ("--force-id", options.chain) if options.chain else ("--force",)
+    force = ("--force-id", options.chain) if options.force else ()
     file, *words = (options.frozen,) if options.frozen else (options.config_path, *options.overrides)
     jobs = list[Job]()
     running = list[str]()
