@@ -129,13 +129,14 @@ def test_an_encoder_that_goes_wrong_after_the_gate_is_replaced_in_each_shard(run
     """In the documents of one shard it gives ids that decode to the text: no round trip would tell."""
     pytest.importorskip("fastokens")
     right, shards, honest = arrows(copy), run_folder(copy) / "shard", FastEncoder.encode_flat
+    reference = load_tokenizer(run_folder(copy) / "tokenizer")
     record = shard_records(manifest_of(copy, "shard"), "train")[1]
     bad, name = {document.text for document in read_shard(shards, record)}, record["path"].replace(".tar", ".arrow")
 
     def wrong(self, texts):
-        result = [np.array(other_ids(text, self.reference), np.uint32) if text in bad else honest(self, [text])[0]
+        result = [np.array(other_ids(text, reference), np.uint32) if text in bad else honest(self, [text])[0]
                  for text in texts]
-        assert all(reads_back(text, self.reference.decode(ids)) for text, ids in zip(texts, result, strict=True))
+        assert all(reads_back(text, reference.decode(ids)) for text, ids in zip(texts, result, strict=True))
         return joined(result)
 
     monkeypatch.setattr(FastEncoder, "encode_flat", wrong)
