@@ -7,7 +7,7 @@
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim
 ARG TORCH_INDEX=
-ARG EXTRAS=all,eval
+ARG EXTRAS=all,clean,eval,objects,web
 
 # torch.compile builds with a C++ compiler.
 RUN apt-get update \

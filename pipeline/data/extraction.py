@@ -82,13 +82,14 @@ class Extraction:
             if not batch and not before and not isinstance(item, Waiting):
                 yield item
                 continue
-            batch.append(item)
-            size += len(item.page.data) if isinstance(item, Waiting) else 0
-            if size > BATCH_BYTES or len(batch) == BATCH_PAGES:
+            own = len(item.page.data) if isinstance(item, Waiting) else 0
+            if size + own > BATCH_BYTES or len(batch) == BATCH_PAGES:  # a large page comes alone: only it takes memory
                 yield from self._exchanged(before, batch)
                 before = batch
                 batch = []
                 size = 0
+            batch.append(item)
+            size += own
         yield from self._exchanged(before, batch)
         yield from self._exchanged(batch, [])
 

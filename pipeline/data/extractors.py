@@ -106,7 +106,11 @@ def serve(seconds: float, megabytes: int) -> None:
     logging.disable()
     with Connection(0) as connection, suppress(EOFError, ConnectionError):
         while True:
-            for kind, *request in connection.recv():
+            try:
+                requests = connection.recv()
+            except MemoryError:
+                os._exit(OUT_OF_MEMORY)
+            for kind, *request in requests:
                 signal.setitimer(signal.ITIMER_PROF, seconds)
                 try:
                     text, about = OF_KIND[kind](*request)

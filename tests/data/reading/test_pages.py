@@ -101,7 +101,8 @@ def test_a_broken_byte_costs_only_itself(tmp_path):
 
 @pytest.mark.parametrize(("limits", "page", "reason"), [
     ({"SECONDS": 0.5}, ENDLESS, "its text is not found within 0.5 s of CPU time"),
-    ({"MEGABYTES": 96}, "<p>a<b>b" * 200_000, "no text can be taken out of it: ")])
+    ({"MEGABYTES": 96}, "<p>a<b>b" * 200_000, "no text can be taken out of it: "),
+    ({"MEGABYTES": 96}, "<p>" + "a" * 60_000_000, "to find its text takes more than 0.09375 GB of memory")])
 def test_a_page_that_takes_too_much_is_rejected_and_no_other(tmp_path, monkeypatch, limits, page, reason):
     for name, value in limits.items():
         monkeypatch.setattr(extraction, name, value)
