@@ -30,7 +30,7 @@ from drover.pipeline.data.token_files import read_tokens, split_documents
 from drover.pipeline.data.token_shards import Ids, Integers, TokenShard, read_batch, write_shard
 from drover.pipeline.tokenization.checking import admitted
 from drover.pipeline.tokenization.files import place, placed, vocabulary_record
-from drover.pipeline.tokenization.reporting import RARE, outliers, rare_counts, warnings
+from drover.pipeline.tokenization.reporting import outliers, rare_counts, warnings
 from drover.pipeline.tokenization.tokenizer import (
     NAME,
     EncoderError,
@@ -127,7 +127,7 @@ def encode(work: Work) -> None:
     strange = outliers([record["outputs"][0] for record in done], read_json(tokenizer / "report.json"))
     for text in warnings(strange):
         work.say(text)
-    counts |= {"rare_ids": {**{name: sum(output[name] for output in outputs) for name in RARE}, "outliers": strange},
+    counts |= {"rare_ids": {"outliers": strange},
                "dtype": dtype, "vocab_size": vocabulary["size"], "tokenizer_sha256": vocabulary["sha256"],
                "encoders": _encoders(work, fast, done), "taken": _taken(work, units, taken)}
     if (url := work.config.encode.copy_to) is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -183,19 +182,15 @@ class DataCard:
 
     def __init__(self, examples: int = 0) -> None:
         self._examples = examples
-        self._counts = dict.fromkeys(("documents", "changed", "bytes", "characters"), 0)
-        self._lengths: Counter[int] = Counter()
+        self._counts = dict.fromkeys(("documents", "changed", "bytes"), 0)
         self._shown: dict[str, dict[str, list[dict[str, str]]]] = {}
 
     def add(self, document: Document, *, changed: bool = False) -> None:
         """Count a document that the filters kept. changed: they changed it."""
         text = document.text
-        size = len(text) if text.isascii() else len(text.encode())
         self._counts["documents"] += 1
         self._counts["changed"] += changed
-        self._counts["bytes"] += size
-        self._counts["characters"] += len(text)
-        self._lengths[size.bit_length()] += 1
+        self._counts["bytes"] += len(text) if text.isascii() else len(text.encode())
 
     def drop(self, dropped: Dropped) -> None:
         """Keep the beginning of a document that a filter dropped, where it is one of the first for its reason."""
@@ -205,11 +200,9 @@ class DataCard:
         _show(self._shown, dropped.filter, dropped.reason, [example], self._examples)
 
     def record(self) -> Record:
-        """As JSON: `documents`, `changed`, `bytes` and `characters` of those that the filters kept; `lengths`, by k the
-        documents of 2^(k-1) to 2^k - 1 bytes; `examples` of dropped ones by filter and reason."""
-        return {**self._counts,
-                "lengths": {str(length): count for length, count in sorted(self._lengths.items())},
-                "examples": self._shown}
+        """As JSON: `documents`, `changed` and `bytes` of those that the filters kept; `examples` of dropped ones by
+        filter and reason."""
+        return {**self._counts, "examples": self._shown}
 
 
 def _show(shown: dict[str, dict[str, list[Any]]], name: str, reason: str, examples: list[Any], most: int) -> None:
@@ -241,7 +234,6 @@ def source_card(records: Sequence[Mapping[str, Any]], examples: int) -> Record:
             for reason, own in reasons.items():
                 _show(shown, name, reason, own, examples)
     card = total({key: value for key, value in own.items() if key != "examples"} for own in cards)
-    card["lengths"] = dict(sorted(card["lengths"].items(), key=lambda entry: int(entry[0])))
     seen = {what: total({name: own[what] for name, own in record["findings"].items() if what in own}
                         for record in records) for what in ("languages", "scores", "removed")}
     seen["languages"] = {name: most_frequent(counts, MOST_LANGUAGES, OTHERS)

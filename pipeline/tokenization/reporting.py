@@ -27,8 +27,6 @@ _SHARES = (("bytes_per_token", "text_bytes", "tokens"), ("characters_per_token",
            ("tokens_per_word", "tokens", "words"), ("fallback_share", "fallback_tokens", "tokens"),
            ("unknown_share", "unknown_tokens", "tokens"))
 KINDS = {"unknown": "unknown ids", "fallback": "byte-fallback ids"}
-RARE = tuple(f"{kind}_tokens" for kind in KINDS)
-"""Of output records: how many there are of each kind."""
 TIMES = 3.0
 """An outlier has more than this many times the share in the report ..."""
 BEYOND = 0.01
