@@ -139,19 +139,16 @@ class EncodingRepair(Filter):
 
     needs = "ftfy"
 
-    entities: bool = False
-    """Also write HTML's entities (&amp;) as the characters that they mean, in lines without a < ."""
-
     @cached_property
     def _settings(self) -> Any:
         import ftfy
         return ftfy.TextFixerConfig(
-            unescape_html="auto" if self.entities else False, remove_terminal_escapes=False, fix_latin_ligatures=False,
+            unescape_html=False, remove_terminal_escapes=False, fix_latin_ligatures=False,
             fix_character_width=False, uncurl_quotes=False, fix_line_breaks=False, remove_control_chars=False,
             normalization=None, explain=False)
 
     def __call__(self, document: Document) -> Document | str:
-        if document.text.isascii() and not self.entities:
+        if document.text.isascii():
             return document
         import ftfy
         text = ftfy.fix_text(document.text, self._settings)
