@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from functools import cached_property
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -61,10 +60,6 @@ class Masking(Filter):
     patterns: list[Pattern] = []
     """More to replace, in this order, after these: [{find: "[0-9]{3}-[0-9]{2}-[0-9]{4}", mask: "<number>"}]."""
 
-    @cached_property
-    def _compiled(self) -> list[tuple[re.Pattern[str], str]]:
-        return [(re.compile(pattern.find), pattern.mask) for pattern in self.patterns]
-
     def __call__(self, document: Document) -> Document | str:
         text = document.text
         if (mask := self.email) is not None and "@" in text:
@@ -72,8 +67,8 @@ class Masking(Filter):
         if self.ip is not None:
             text = _IPV4.sub(self._ip_or_itself, text)
             text = _IPV6.sub(self._ip_or_itself, text)
-        for pattern, own_mask in self._compiled:
-            text = pattern.sub(lambda matched, put=own_mask: put, text)  # type: ignore[misc]
+        for pattern in self.patterns:
+            text = re.sub(pattern.find, lambda matched, put=pattern.mask: put, text)  # type: ignore[misc]
         return document.with_text(text)
 
     def _ip_or_itself(self, matched: re.Match[str]) -> str:
@@ -108,11 +103,6 @@ class Normalization(Filter):
     max_blank_lines: int | None = Field(None, ge=0)
     """Leave so many of the blank lines that follow each other; null: all."""
 
-    @cached_property
-    def _blank(self) -> re.Pattern[str]:
-        assert self.max_blank_lines is not None
-        return re.compile(rf"(\n(?:[^\S\n]*\n){{{self.max_blank_lines}}})(?:[^\S\n]*\n)+")
-
     def __call__(self, document: Document) -> Document | str:
         text = document.text
         if self.form is not None and not unicodedata.is_normalized(self.form, text):
@@ -126,7 +116,7 @@ class Normalization(Filter):
         if self.trailing_space:
             text = _TRAILING.sub("", text).rstrip()
         if self.max_blank_lines is not None:
-            text = self._blank.sub(r"\1", text)
+            text = re.sub(rf"(\n(?:[^\S\n]*\n){{{self.max_blank_lines}}})(?:[^\S\n]*\n)+", r"\1", text)
         return document.with_text(text)
 
 
@@ -139,17 +129,11 @@ class EncodingRepair(Filter):
 
     needs = "ftfy"
 
-    @cached_property
-    def _settings(self) -> Any:
-        import ftfy
-        return ftfy.TextFixerConfig(
-            unescape_html=False, remove_terminal_escapes=False, fix_latin_ligatures=False,
-            fix_character_width=False, uncurl_quotes=False, fix_line_breaks=False, remove_control_chars=False,
-            normalization=None, explain=False)
-
     def __call__(self, document: Document) -> Document | str:
         if document.text.isascii():
             return document
         import ftfy
-        text = ftfy.fix_text(document.text, self._settings)
-        return document.with_text(text)
+        return document.with_text(ftfy.fix_text(
+            document.text, unescape_html=False, remove_terminal_escapes=False, fix_latin_ligatures=False,
+            fix_character_width=False, uncurl_quotes=False, fix_line_breaks=False, remove_control_chars=False,
+            normalization=None, explain=False))
