@@ -403,8 +403,7 @@ def counted(records: Iterable[Record]) -> Record:
 def _tokenizer(folder: Path, sha256: str) -> Tokenizer:
     one_thread()
     tokenizer = load_tokenizer(folder)
-    if tokenizer.sha256 != sha256:
-        raise UserError(f"The vocabulary in {folder} was replaced while encode was running. Run encode again.")
+    assert tokenizer.sha256 == sha256, f"{folder} was replaced while it was locked"
     return tokenizer
 
 

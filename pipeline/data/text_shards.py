@@ -27,7 +27,7 @@ SPLITS = ("train", "validation")
 _BUFFER = 1 << 20
 _WRONG = (ValueError, KeyError, TypeError, AttributeError)
 """What is raised of a file that is no text shard."""
-_FIX = "Delete the file and run the stage shard again: it makes only what is missing."
+_FIX = "Run the stage shard again (delete the file first if it is there): it makes only what is missing."
 
 
 class TextRecord(TypedDict):
@@ -153,7 +153,5 @@ def _refuse_other_count(path: Path, count: int, wanted: int) -> None:
 def _open(path: Path) -> IO[bytes]:
     try:
         return opened(path, _BUFFER)
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing. Run the stage shard again: it makes only what is missing.") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}. {_FIX}") from None

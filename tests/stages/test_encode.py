@@ -158,10 +158,8 @@ def test_a_library_that_gives_other_ids_or_is_not_installed_is_left_to_the_refer
         assert message in run("encode", copy, "--force", "encode.encoder=fastokens", expect=2).err
 
 
-def test_a_reference_that_disagrees_with_itself_or_was_replaced_is_named(run, copy, monkeypatch):
-    folder, honest = run_folder(copy) / "tokenizer", Tokenizer.encode_flat
-    refused(UserError, "The vocabulary in .*/tokenizer was replaced while encode was running. Run encode again",
-            encode_stage._tokenizer, folder, "another hash")
+def test_a_reference_that_disagrees_with_itself_is_named(run, copy, monkeypatch):
+    honest = Tokenizer.encode_flat
 
     def encode_flat(self, texts):
         ids, offsets = honest(self, texts)

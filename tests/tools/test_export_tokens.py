@@ -113,7 +113,7 @@ def test_a_changed_token_shard_is_refused(run, tmp_path, exported):
     shutil.copytree(run, tmp_path / "mini")
     path = next((tmp_path / "mini/encode/train").iterdir())
     for change, manifest in ((lambda: path.write_bytes(path.read_bytes()[:-1] + b"x"), "is not what the stage encode"),
-                         (path.unlink, "is missing")):
+                         (path.unlink, "cannot be read: No such file")):
         change()
         output = exported(tmp_path / "mini", tmp_path / "out", expect=2)
         assert f"{path} {manifest}" in output and not (tmp_path / "out").exists()
