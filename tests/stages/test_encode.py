@@ -133,8 +133,6 @@ def test_an_encoder_that_goes_wrong_after_the_gate_is_replaced_in_each_shard(run
     record = shard_records(manifest_of(copy, "shard"), "train")[1]
     bad, name = {document.text for document in read_shard(shards, record)}, record["path"].replace(".tar", ".arrow")
 
-    reference = load_tokenizer(run_folder(copy) / "tokenizer")
-
     def wrong(self, texts):
         result = [np.array(other_ids(text, reference), np.uint32) if text in bad else honest(self, [text])[0]
                  for text in texts]
