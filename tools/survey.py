@@ -128,13 +128,11 @@ DESCRIPTIONS = ("dataset_info.json", "config.json")
 
 @dataclass(frozen=True)
 class Beginning:
-    """What was looked at of a file: its text, the number of records, why some of these will be rejected and, if it has
-    pages, how many bytes of text there are in one of it."""
+    """What was looked at of a file: its text, the number of records, and why some of these will be rejected."""
 
     text: str
     records: int = 1
     rejected: Sequence[str] = ()
-    text_share: float = 0
 
 
 class NoTextError(Exception):
@@ -188,9 +186,9 @@ def look(folder: Path) -> Corpus:
     of_web = [path for path in kinds.get(FileKind(), ()) if file_format(path) in WEB]
     shares = defaultdict[str, list[float]](list)
     for path in _chosen(of_web, EXTRACTED):
-        beginning = _pages(path)
+        beginning, share = _pages(path)
         looked[path] = replace(beginning, text=beginning.text[:most_text])
-        shares[_ending(path)].append(beginning.text_share)
+        shares[_ending(path)].append(share)
     rejecting = {path: own for path, own in looked.items() if own.rejected}
     rejected = sum(len(own.rejected) for own in rejecting.values())
     records = sum(own.records for own in looked.values())
@@ -297,43 +295,38 @@ def _documents(path: Path, source: FilesSource) -> Beginning:
     from drover.pipeline.data.reading import unit_documents  # not above: it imports numpy
 
     payload = {"source": source.model_dump(mode="json"), "max_document_mb": MOST_MB, "pieces": [vars(Piece.of(path))]}
-    items = [*islice(unit_documents(payload), RECORDS)]
-    rejected = [item.reason for item in items if isinstance(item, Rejection)]
-    return Beginning("\n".join(item[0].text for item in items if not isinstance(item, Rejection)), len(items), rejected)
+    return _beginning([*islice(unit_documents(payload), RECORDS)])
 
 
-def _pages(path: Path) -> Beginning:
-    """Pages at equal distances in a file, so that the largest are among them."""
-    from drover.pipeline.data.extraction import Extraction
+def _beginning(items: Sequence[Any]) -> Beginning:
+    return Beginning("\n".join(item[0].text for item in items if not isinstance(item, Rejection)), len(items),
+                     [item.reason for item in items if isinstance(item, Rejection)])
+
+
+def _pages(path: Path) -> tuple[Beginning, float]:
+    """Pages at equal distances in a file, so that the largest are among them; bytes of text in a byte of it, about."""
+    from drover.pipeline.data.extraction import Extraction, Waiting
     from drover.pipeline.data.reading import file_items  # not above: it imports numpy
 
     source, limit = _source(path), Limit(MOST_MB)
     file = Input(Piece.of(path))
     distance = 1 + min(READ, file.piece.bytes * (UNPACKED if file.compression else 1)) // RECORDS
-    items: Iterator[Any] = file_items(source, file, file_records(file, source, limit), limit, Counter())
-    chosen = list[Any]()
+    chosen = list[Waiting]()
     at = 0
-    for item in items:
-        size = item.lost_bytes if isinstance(item, Rejection) else len(item.page.data)
-        if (at + size) // distance > at // distance:
-            chosen.append(item)
-        at += size
+    for item in file_items(source, file, file_records(file, source, limit), limit, Counter()):
+        if isinstance(item, Waiting):
+            size = len(item.page.data)
+            chosen += [item] * ((at + size) // distance > at // distance)
+            at += size
         if file.content > READ:
             break
     read = max(1, file.content)
     file.give_up()
-    lines = list[str]()
-    rejected = list[str]()
-    text_bytes = 0.0
     with Extraction(source.extractor, limit, Counter(), SECONDS) as extraction:
-        for item, result in zip(chosen, extraction.documents(iter(chosen)), strict=True):
-            if isinstance(result, Rejection):
-                rejected.append(result.reason)
-            else:
-                lines += result[0].text.splitlines()
-                text_bytes += len(result[0].text.encode()) * max(1, distance / len(item.page.data))
-    lines.sort(key=lambda line: len(line) < PROSE)  # not an advertisement first
-    return Beginning("\n".join(lines), len(chosen), rejected, text_bytes / read * file.content / file.piece.bytes)
+        results = [*extraction.documents(iter(chosen))]
+    text_bytes = sum(len(result[0].text.encode()) * max(1, distance / len(item.page.data))
+                     for item, result in zip(chosen, results, strict=True) if not isinstance(result, Rejection))
+    return _beginning(results), text_bytes / read * file.content / file.piece.bytes
 
 
 def _is_json_lines(text: str) -> bool:
@@ -460,8 +453,10 @@ def _fits(data: bytes, encoding: str) -> bool:
 
 
 def _prompt(text: str) -> list[str]:
-    """The first words of a text; [] where it begins with none."""
-    words = next(iter(text.lstrip().splitlines()), "").split()[:4]
+    """The first words of a text, of its first long line if there is one, which no heading and no advertisement is; []
+    where that begins with none."""
+    lines = text.strip().splitlines()
+    words = next((line for line in lines if len(line) >= PROSE), "".join(lines[:1])).split()[:4]
     return [" ".join(words)] if len(words) == 4 and all(word.isprintable() for word in words) else []
 
 

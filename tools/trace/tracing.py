@@ -189,9 +189,9 @@ def _origin_of(document: Document | None) -> dict[str, Any]:
     return _origin(document.id, document.place, document.meta) if document else _origin(None)
 
 
-def _has_name(name: str, source: str, *own: str | None) -> bool:
+def _has_name(name: str, own: Record) -> bool:
     """Whether one of a document's own names is meant, alone or after the source's, as messages of shard write it."""
-    return name in own or name.partition("/")[::2] in ((source, one) for one in own)
+    return any(name in (own[kind], f"{own['source']}/{own[kind]}") for kind in _origin(None))
 
 
 def _as_text(origin: Mapping[str, Any]) -> str:
@@ -264,10 +264,11 @@ class Search:
         with ProgressBar("trace", f"search for {name}", len(self.text_records), "text shards", sys.stderr) as progress:
             for path, record in self.text_records.items():
                 for document in read_shard(self.texts, record):
-                    if _has_name(name, document.source, document.id, document.place, document.meta.get("url")):
+                    own: Record = {"source": document.source, **_origin_of(document)}
+                    if _has_name(name, own):
                         key = _digits(document.key)
-                        result[key] = {"source": document.source, **_origin_of(document), "reason": f"it is in {path} "
-                                      f"with the key {key}, and encode has made no tokens of it yet"}
+                        result[key] = {**own, "reason": f"it is in {path} with the key {key}, and encode has made no "
+                                       f"tokens of it yet"}
                 progress.advance()
         return result
 
@@ -277,34 +278,32 @@ class Search:
         Raises:
             UserError: no record of the stage names one.
         """
+        if result := [own for own in self._listed() if _has_name(name, own)]:
+            return result
+        raise UserError(f"No document with the id {name} is in the text shards of {self.texts}. rejected.jsonl, "
+                        f"dropped/ and duplicates/ there do not name it either; the last two are written with "
+                        f"shard.keep_dropped: true. If it is new, it came after the stage shard.")
+
+    def _listed(self) -> Iterator[Record]:
         from pyarrow import parquet
 
-        result = list[Record]()
-        for record in self.manifest.outputs if self.manifest else ():
+        for record in self.run.finished("shard").outputs:
             path = self.texts / record["path"]
-            split = record.get("split")
-            if split == DROPPED:
-                result += [{"source": line["source"], **_origin(line["id"], line.get("place"), line["meta"]),
-                            "reason": f"the filter {line['filter']} dropped it ({line['reason']})"}
-                           for line in read_lines(path)
-                           if _has_name(name, line["source"], line["id"], line.get("place"), line["meta"].get("url"))]
-            elif split == DUPLICATES and path.is_file():
-                result += [{"source": row["source"], **_origin(row["id"], None, row),
-                            "reason": f"it is a {row['kind'].replace('_', '-')} of {row['kept_id']} of the source "
-                                      f"{row['kept_source']}, which is kept"}
-                           for batch in parquet.ParquetFile(path).iter_batches() for row in batch.to_pylist()
-                           if _has_name(name, row["source"], row["id"], row.get("url"))]
-            elif split == "rejected":
-                result += [{"source": own.source, **_origin(place_in(own.file, own.record), None, {"url": own.url}),
-                            "reason": f"it could not be read ({own.reason})" if own.documents else
-                                      f"it is passed over ({own.reason})"}
-                           for own in read_lines(path, Rejection)
-                           if _has_name(name, own.source, place_in(own.file, own.record), own.url)]
-        if not result:
-            raise UserError(f"No document with the id {name} is in the text shards of {self.texts}. rejected.jsonl, "
-                            f"dropped/ and duplicates/ there do not name it either; the last two are written with "
-                            f"shard.keep_dropped: true. If it is new, it came after the stage shard.")
-        return result
+            if record.get("split") == DROPPED:
+                for line in read_lines(path):
+                    yield {"source": line["source"], **_origin(line["id"], line.get("place"), line["meta"]),
+                           "reason": f"the filter {line['filter']} dropped it ({line['reason']})"}
+            elif record.get("split") == DUPLICATES and path.is_file():
+                for batch in parquet.ParquetFile(path).iter_batches():
+                    for row in batch.to_pylist():
+                        yield {"source": row["source"], **_origin(row["id"], None, row), "reason":
+                               f"it is a {row['kind'].replace('_', '-')} of {row['kept_id']} of the source "
+                               f"{row['kept_source']}, which is kept"}
+            elif record.get("split") == "rejected":
+                for own in read_lines(path, Rejection):
+                    what = "it could not be read" if own.documents else "it is passed over"
+                    yield {"source": own.source, **_origin(place_in(own.file, own.record), None, vars(own)),
+                           "reason": f"{what} ({own.reason})"}
 
     def originals(self, wanted: Mapping[tuple[str, int], str]) -> tuple[dict[tuple[str, int], Document], int]:
         """Documents of token shards from the text shards that are there, if these have the same text still; and of how
