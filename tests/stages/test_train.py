@@ -273,7 +273,7 @@ def test_a_signal_to_one_rank_of_three_stops_all_and_going_on_makes_sense(fresh)
         os.kill(rank_process(process.pid, 2), signal.SIGUSR2)
         process.wait(HANG_S)
     step, state = stopped(fresh), read_state(train_folder(fresh))
-    assert (state.status, state.step, state.reason, state.again) == ("preempted", step,
+    assert (state.status, state.step, state.reason, state.again) == (
         "preempted", step, "SIGUSR2 on 1 of 3 ranks", True)
     longer = [f"train.steps={step + 2}", *settings[1:], "--accept-changes"]
     assert f"continuing after step {step}" in run_train(fresh, *longer, ranks=3).stdout
