@@ -54,9 +54,10 @@ def warc_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             size = int(length)
             url = headers.get("warc-target-uri", "")
             if size > limit.bytes:
-                for start in range(0, size, CHUNK):
-                    stream.read(min(CHUNK, size - start))
-                yield file.reject(number, limit.reason, lost_bytes=size, url=url)
+                left = size
+                while left and (part := stream.read(min(CHUNK, left))):
+                    left -= len(part)
+                yield file.reject(number, limit.reason, lost_bytes=size - left, url=url)
                 continue
             data = stream.read(size)
             if len(data) < size:

@@ -116,6 +116,14 @@ def test_headers_may_be_spelled_and_end_in_other_ways(tmp_path, end, length):
     assert documents[1].meta["url"] == "http://a/"
 
 
+def test_a_record_that_is_longer_than_the_file_is_rejected(tmp_path):
+    whole = record("resource", "text/plain", b"words")
+    (tmp_path / "a.warc").write_bytes(whole + whole.replace(b": 5", b": 5" + b"0" * 30))
+    documents, [rejection] = read(tmp_path / "a.warc")
+    assert texts(documents) == ["words"] and "longer than shard.max_document_mb" in rejection.reason
+    assert rejection.lost_bytes < len(whole)
+
+
 @pytest.mark.parametrize("kind", ["resource", "conversion"])
 def test_the_charset_of_records_that_are_no_responses(tmp_path, kind):
     (tmp_path / "a.warc").write_bytes(record(kind, "text/plain; charset=windows-1251", "мост закрыт".encode("cp1251")) +
