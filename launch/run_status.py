@@ -271,6 +271,8 @@ def _state(run: RunFiles, stage: StageFiles, info: JobInfo, now: float, *, silen
     if stage.alive or restarts:
         return "running", ""
     if last:
+        if stage.starts and (start := stage.starts[-1]).status == "preempted" and _when(last.at) <= _when(start.ended):
+            return "stopped", f"{name} stopped: {start.reason}{logs}"
         return "failed", f"{name} failed: its process on {last.host} no longer exists; it was killed{logs}"
     return "stopped", f"{name} is not done, and no process works on it"
 

@@ -169,7 +169,7 @@ def validation_result(model: HarnessModel, run: Run, documents: int | None) -> T
                          for value, text in zip(model.summed(windows), texts.values(), strict=True)]
     return {"metrics": {BITS: scored(items)}, "items": len(items), "items_in_file": len(items), "few_shot": 0,
             "kind": "", "version": made.digest[:12], "contexts_truncated": 0, "without_value": {}, "chance": None,
-            "answer_bits_per_byte": None, "items_without_right_choice": 0,
+            "answer_bits_per_byte": None, "items_without_right_choice": [],
             "per_item": {"hashes": [*texts], "texts": [], "metrics": {BITS: items}}}
 
 

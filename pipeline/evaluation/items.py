@@ -31,11 +31,11 @@ class PerItem(TypedDict):
 
 class ItemResults(TypedDict):
     """chance: the expected accuracy of guessing; None without choices. answer_bits_per_byte: of the right answers.
-    items_without_right_choice: the harness counts them as wrong."""
+    items_without_right_choice: their numbers, from 1; the harness counts them as wrong."""
 
     chance: float | None
     answer_bits_per_byte: float | None
-    items_without_right_choice: int
+    items_without_right_choice: list[int]
     per_item: PerItem
 
 
@@ -76,7 +76,8 @@ def item_results(task: Any, samples: Sequence[Mapping[str, Any]]) -> ItemResults
         metrics[ANSWER_BITS] = right
     return {"chance": math.fsum(chances) / len(chances) if chances else None,
             "answer_bits_per_byte": scored(right)["value"] if any(right) else None,
-            "items_without_right_choice": right.count(None),
+            "items_without_right_choice": [
+                documents[place]["doc_id"] + 1 for place, answer in enumerate(right) if answer is None],
             "per_item": {"hashes": [document["doc_hash"][:16] for document in documents],
                          "texts": [item_text(task, document["doc"]) for document in documents], "metrics": metrics}}
 

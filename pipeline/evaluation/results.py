@@ -138,12 +138,18 @@ def _metrics_text(metrics: Mapping[str, Score]) -> str:
     return ", ".join(f"{metric} {metric_text(entry)}" for metric, entry in metrics.items())
 
 
+NAMED = 8
+"""Most items that a warning names."""
+
+
 def doubts(tasks: Mapping[str, TaskResult]) -> Iterator[str]:
     """Warnings about task scores."""
     for name, task in tasks.items():
-        if count := task["items_without_right_choice"]:
-            yield (f"{name}: in {counted(count, 'item')} the target is neither the number of a choice, from 0, nor the "
-                   f"text of one; lm-evaluation-harness counts that as wrong")
+        if numbers := task["items_without_right_choice"]:
+            named = ", ".join(map(str, numbers[:NAMED])) + " ..." * (len(numbers) > NAMED)
+            yield (f"{name}: in {counted(len(numbers), 'item')} of the data (counted from 1: {named}) the target is "
+                   f"neither the number of a choice, from 0, nor the text of one; lm-evaluation-harness counts that as "
+                   f"wrong")
         for metric, reason in task["without_value"].items():
             yield f"{name}: {metric} has no value: {reason.rstrip('.')}"
         if count := task["contexts_truncated"]:

@@ -131,6 +131,7 @@ class TaskFile:
                     bad.append(f"{path}:{number} is no item in JSON ({error})")
         if bad or not items:
             yield f"{first(bad) or f'{path} has no items'}. Write an item as one line, such as {{\"query\": \"...\"}}."
+        if not items:
             return
         try:
             wanted = self._fields(set[str]().union(*items.values()))

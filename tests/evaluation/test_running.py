@@ -162,7 +162,7 @@ def test_right_choices(gold, multiple_input, right):
 def test_items_without_a_right_choice_are_counted_and_messages_go_to_the_log(model, folder, tmp_path, capfd):
     """Progress bars, warnings on labels and the line of each bootstrap."""
     result = ours(model, folder, "winograd", "named", log=tmp_path / "lm_eval.log")["named"]
-    assert result["items_without_right_choice"] == 2 and result["answer_bits_per_byte"] > 0
+    assert result["items_without_right_choice"] == [4, 8] and result["answer_bits_per_byte"] > 0
     assert result["chance"] == pytest.approx(6 / 8 / 3)
     assert capfd.readouterr() == ("", "")
     log = (tmp_path / "lm_eval.log").read_text()

@@ -144,6 +144,8 @@ def test_local_run(run):
         run.attempt("ended", "train", "local", seconds=seconds, status="crashed", reason="rank 1: killed", next=then)
         assert run.states({})[3] == state
     assert read_run(run.folder).wanted_ids == []
+    run.attempt("ended", "train", "local", seconds=10, status="preempted", reason="a request to end came", next="stop")
+    assert run.status({}).rows[3].state == "stopped" and "stopped: a request to end" in run.status({}).remarks[0]
     write_text(run.folder / ".locks/train", "process 1 on another-machine, since then\n")
     assert run.status({}).rows[3].remarks[0].endswith("its last record is 10 m 00 s old")
 
