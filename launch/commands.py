@@ -85,7 +85,7 @@ def _stop(options: argparse.Namespace) -> int:
 
 def _log_options(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", action=NamedRun, help="a run's name (demo) or folder (runs/demo)")
-    parser.add_argument("stage", metavar="STAGE", help="such as train")
+    parser.add_argument("stage", metavar="STAGE", nargs="?", help="such as train (default: the one that started last)")
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="the rank whose output is shown (default 0)")
     parser.add_argument("--element", type=int, metavar="N", help="the element of a Slurm array whose output is shown")
     parser.add_argument("--follow", action="store_true", help="keep printing as the output grows, also after restarts")
@@ -93,7 +93,10 @@ def _log_options(parser: Parser) -> None:
 
 def _logs(options: argparse.Namespace) -> int:
     """Print the output of a rank in a stage's newest start; with --follow as it grows, until Ctrl-C."""
-    run, stage, rank = options.run, options.stage, options.rank
+    run, rank = options.run, options.rank
+    stage = options.stage or next((start.stage for start in reversed(RunFacts(run).starts)), "")
+    if not stage:
+        raise UserError(f"No stage of {run} has started, so there is no log.")
     if stage not in STAGES:
         raise UserError(f"There is no stage {stage}. The stages are {', '.join(STAGES)}.")
     shown, file = Path(), None
@@ -117,6 +120,8 @@ def _logs(options: argparse.Namespace) -> int:
                 if file is None:
                     has = f"; its newest start has ranks 0-{starts[-1].ranks - 1}" if starts else ""
                     of = "" if options.element is None else f" of element {options.element}"
+                    if not starts and not of:
+                        raise UserError(f"{stage} of {run} has not started, so there is no log.")
                     raise UserError(f"There is no log of rank {rank}{of} of {stage} in {run}{has}. `drover why {run}` "
                                     f"shows the logs of its jobs.")
                 return 0

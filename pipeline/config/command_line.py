@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from drover.pipeline.config.explaining import MEANINGS, settings_called
+from drover.pipeline.config.explaining import MEANINGS, settings_meant
 from drover.pipeline.config.section import keys_of
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.console import Parser, first
@@ -20,6 +20,10 @@ class ConfigWords(argparse.Action):
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
                  ) -> None:
+        others = [word for word in values if "=" not in word and word.endswith((".toml", ".json", ".py"))]
+        if others:
+            parser.error(f"{others[0]} is not read: a configuration is YAML. docs/coming-from.md compares the settings "
+                         f"of other projects with Drover's.")
         files = [word for word in values if word.endswith(ENDINGS) and not re.match("[^/=]+=", word)]
         given = [*filter(None, [namespace.config]), *files]
         if len(given) > 1:
@@ -48,7 +52,7 @@ def as_setting(words: Sequence[str]) -> str:
         given = [word for word in words[1:2] if not re.search("^--|=", word) and not word.endswith(ENDINGS)]
         value = given[0] if given else "VALUE"
     sections = {key.rpartition(".")[0] for key in keys_of(Config)}
-    name = option.strip("-").rpartition(".")[2]
+    ours = settings_meant(option.strip("-").replace("-", "_"))
     forms = [f"'{key}=VALUE' ({MEANINGS[key]})" if key in MEANINGS else f"'{key}={value}'"  # it may have another unit
-             for key in settings_called(name) if key not in sections]
+             for key in ours if key not in sections] or [f"the section '{key}'" for key in ours]
     return f"settings have no dashes; did you mean {first(forms)}?" if forms else ""

@@ -58,9 +58,10 @@ ELSEWHERE = {
     "shard.validation_rule": "heldout_rule",
     "train.validation_tokens": "heldout_tokens eval_tokens val_tokens",
     "evaluate.validation_tokens": "heldout_tokens",
-    "train.validation_every": "heldout_every eval_every eval_interval eval_steps val_check_interval val_interval",
-    "train.checkpoint.every_steps": "save_every save_steps save_interval checkpoint_every checkpoint_interval "
-                                    "interval",
+    "train.validation_every": "validator validation heldout_every eval_every eval_interval eval_steps "
+                              "val_check_interval val_interval",
+    "train.checkpoint.every_steps": "checkpoint save_every save_steps save_interval checkpoint_every "
+                                    "checkpoint_interval interval",
     "train.checkpoint.keep": "save_total_limit keep_last keep_latest_k",
     "train.init_from": "initial_load_path",
     "train.profile": "profiling profiler enable_profiling profile_freq",
@@ -120,18 +121,32 @@ MEANINGS = {
     "train.batch_tokens": "counted in tokens: sequences x train.sequence_length",
     "train.micro_batch": "the most sequences of a rank at once; accumulation follows from batch and ranks",
     "train.min_lr_share": "a share of lr", "train.steps": "optimizer steps, not epochs",
-    "train.warmup_steps": "in steps",
+    "train.warmup_steps": "in steps", "train.decay_steps": "in steps", "train.precision": "fp32, bf16 or fp8",
+    "model.preset": "`drover presets` lists them", "shard.sources": "a list, such as [{kind: hf, dataset: ...}]",
+    "train.optimizer": "in lower case",
 }
+WITHOUT_MEANING = ("name", "type", "kind", "mode", "enable", "freq")
+"""Names that say nothing without their section."""
 
 
 def suggestion(key: str, known: Collection[str]) -> str:
     """A hint for an unknown setting, whose section has the keys `known`: none if that is unknown, too."""
     section, _, name = key.rpartition(".")
-    called = sorted(settings_called(name), key=lambda ours: ours.rpartition(".")[0] != section)
+    called = settings_meant(key)
     close = [f"{section}.{one}".strip(".") for one in difflib.get_close_matches(name, known, n=1, cutoff=0.5)]
     for best in called + close + ([] if known else settings_called(section)):
         return f"did you mean '{best}'{f' ({MEANINGS[best]})' if best in MEANINGS else ''}?"
     return f"known here: {', '.join(known or Config.model_fields)}."
+
+
+def settings_meant(key: str) -> list[str]:
+    """The settings and sections that a dotted name may mean, those first that lie where its section does: another
+    project's section may be `training`, and its `optimizer.name` our `train.optimizer`."""
+    section, _, name = key.rpartition(".")
+    places = settings_called(section.rpartition(".")[2]) if section else []
+    if places and name in WITHOUT_MEANING:
+        return places
+    return sorted(settings_called(name), key=lambda ours: not ours.startswith((f"{section}.", *places)))
 
 
 def settings_called(name: str) -> list[str]:

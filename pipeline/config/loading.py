@@ -456,8 +456,16 @@ def _validated(tree: Tree, path: Path, typed: dict[str, str], extra: Literal["fo
         for key in texts:  # a name may look like a number
             tree = override(tree, key, json.dumps(typed[key]))
         return _validated(tree, path, {})
-    raise refusal([f"{place}: {sentence(problem, key or '(top level)', suggestion(key, known))}"
-                   for key, place, known, problem in wrong], path)
+    raise refusal([f"{place}: {sentence(problem, own or '(top level)', suggestion(own, known if own == key else ()))}"
+                   for key, place, known, problem in wrong for own in _unknown(key, problem)], path)
+
+
+def _unknown(key: str, problem: ErrorDetails) -> list[str]:
+    """The setting of one of pydantic's errors; of an unknown section, such as another project's, its only setting."""
+    given = problem.get("input")
+    if problem["type"] == "extra_forbidden" and "." not in key and isinstance(given, dict) and len(given) == 1:
+        return [f"{key}.{name}" for name in given]
+    return [key]
 
 
 def _located(problem: ErrorDetails, tree: Tree) -> tuple[str, str, list[str]]:

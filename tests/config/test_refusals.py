@@ -13,9 +13,12 @@ model: {dim: 64, layers: 4, heads: 4, kv_heads: 2, context_length: 256}
 tokenizer: {kind: byte}
 """
 REFUSED = """
-trian.steps=4 -> the command line (trian.steps=4): unknown key 'trian'; did you mean 'train'?
+trian.steps=4 -> the command line (trian.steps=4): unknown key 'trian.steps'; did you mean 'train.steps'
+trian={steps: 4, lr: 1} -> unknown key 'trian'; did you mean 'train'?
+training.steps=4 -> did you mean 'train.steps'
+optimizer.name=AdamW -> did you mean 'train.optimizer' (in lower case)?
 train.seq_len=1 -> did you mean 'train.sequence_length'?
-optimizer.lr=1 -> did you mean 'train.optimizer'?
+optimizer.lr=1 -> did you mean 'train.lr'?
 activation_checkpoint.mode=full -> did you mean 'train.activation_checkpointing'?
 xy.zy=1 -> known here: name, runs_dir
 train.steps=many -> 'train.steps' is 'many' (str)
@@ -62,7 +65,7 @@ train.grad_clip=1 -> did you mean 'train.clip_norm'?
 train.max_steps=1 -> did you mean 'train.steps' (optimizer steps
 train.warmup=1 -> did you mean 'train.warmup_steps'
 train.gradient_accumulation_steps=1 -> did you mean 'train.micro_batch' (the most sequences of a rank at once
-train.optim=1 -> did you mean 'train.optimizer'?
+train.optim=1 -> did you mean 'train.optimizer' (in lower case)?
 train.checkpoint.save_total_limit=1 -> did you mean 'train.checkpoint.keep'?
 train.xyzzy=1 -> known here: steps, sequence_length
 train.tp=1 -> did you mean 'parallel.tp'?

@@ -152,7 +152,7 @@ def two_starts(run):
 
 def test_logs(run, capsys):
     two_starts(run)
-    assert printed(capsys, commands.logs, run.folder, "train", "--rank", 3) == (
+    assert printed(capsys, commands.logs, run.folder, "--rank", 3) == (
         f"==> {run.folder}/logs/train/16.1/node1.log <==\noutput 1 \N{SNOWMAN}\nerror\n")
 
 
@@ -191,7 +191,7 @@ def test_a_log_commands_no_terminal(run, capsys):
 @pytest.mark.parametrize("arguments, message", table("""
     trian -> There is no stage trian. The stages are shard, tokenizer
     train --rank 7 -> ; its newest start has ranks 0-3. `drover why
-    encode -> There is no log of rank 0 of encode in """, str.split))
+    encode -> has not started, so there is no log.""", str.split))
 def test_logs_that_are_not_there(run, capsys, arguments, message):
     two_starts(run)
     assert message in printed(capsys, commands.logs, run.folder, *arguments, expect=2)

@@ -137,6 +137,7 @@ def test_refusals_start_nothing(launcher, arguments, message):
 
 
 @pytest.mark.parametrize("words, message", table("""
+    c.toml -> error: c.toml is not read: a configuration is YAML.
     c.yaml --config other -> error: a command takes one configuration, and these are 2: other, c.yaml. Leave out all
     c.yaml name=x d.yml -> these are 2: c.yaml, d.yml""", shlex.split))
 def test_two_configurations_are_refused(words, message, capsys):
