@@ -263,9 +263,14 @@ def wrong(file: Expected, digest: str) -> str:
 
 def refuse_changed(file: Expected) -> None:
     """UserError if the file exists with other content. If it is missing, the code that reads it reports this."""
-    with suppress(FileNotFoundError):
-        if (result := sha256_file(file.path)) != file.sha256:
-            raise UserError(wrong(file, result))
+    try:
+        result = sha256_file(file.path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"{file.path} cannot be read: {error.strerror}. {file.fix}.") from None
+    if result != file.sha256:
+        raise UserError(wrong(file, result))
 
 
 class InputCheck:

@@ -117,10 +117,10 @@ def test_changed_settings_of_a_begun_run_are_refused_then_accepted_with_a_trace_
 def test_what_a_begun_run_cannot_become_is_refused(interrupted):
     for settings, messages in (
             (["model.layers=3", "--accept-changes"],
-             ["model.layers: 2 -> 3", "so --accept-changes refuses model.layers."]),
+             ["model.layers: 2 -> 3", "A checkpoint cannot continue with another optimizer or as another network."]),
             (["train.steps=6", "--accept-changes"], ["at step 8 already, beyond train.steps 6"]),
             (["train.optimizer=muon", "--accept-changes"],
-             ['train.optimizer: not set -> "muon"', "so --accept-changes refuses train.optimizer."]),
+             ['train.optimizer: not set -> "muon"', "A checkpoint cannot continue with another optimizer"]),
             (["model.rope_theta=1e6"], ["model.rope_theta: 500000.0 -> 1000000.0", "--accept-changes"])):
         output = run_train(interrupted, *settings, expect=2).stderr
         assert all(text in output for text in messages) and "Traceback" not in output, output
