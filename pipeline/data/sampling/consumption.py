@@ -12,7 +12,7 @@ from typing import Any
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.training import TrainConfig, tokens_text
 from drover.pipeline.config.tree import Config
-from drover.pipeline.data.sampling.order import TOGETHER, Order, Pool, is_one_pool
+from drover.pipeline.data.sampling.order import PERIOD, TOGETHER, Order, Pool, is_one_pool
 
 MANY = 4.0
 """Epochs of a source after which repeating it helps little (Muennighoff et al. 2023): a warning, no error."""
@@ -108,6 +108,10 @@ def plan_lines(train: TrainConfig, consumption: Consumption) -> list[str]:
         if consumption.padding:
             result.append(f"  padding: {tokens_text(consumption.padding[number])} tokens "
                          f"({consumption.padding[number] / max(1, phase.tokens):.2%}), of which nothing is learned")
+    counts = [phase.steps * phase.sequences for phase in plan.phases if phase.train.mixture]
+    if counts and min(counts) < PERIOD:
+        result.append(f"shares of a mixture are exact over every {PERIOD:,} sequences; here are {min(counts):,}"
+                      + " in the shortest phase" * plan.declared)
     return result
 
 

@@ -306,6 +306,7 @@ def test_limits_and_printed_lines():
     freely = config_of(phases=[{"until": 6400}, {"until": 14_400, "mixture": {"web": 1, "code": 1, "books": 1}},
                                {"until": 20_000, "mixture": {"web": 0, "code": 0, "books": 1}}])
     logged = plan_lines(freely.train, plan_for(freely))
+    assert logged[-1] == "shares of a mixture are exact over every 4,096 sequences; here are 350 in the shortest phase"
     assert {"phase 3: steps 91 to 125, 5.6k tokens, 10 sequences of 16 a step",
             "  books: 5.6k tokens from 801, 6.99 epochs, 9.85 so far"} < {*logged}
     assert many_epochs(freely.train, plan_for(freely).epochs) == {"books": pytest.approx(9.85, abs=0.01)}
