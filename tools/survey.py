@@ -29,7 +29,7 @@ from drover.pipeline.core.folders import files_below, folders_below
 from drover.pipeline.data.documents import Limit, Rejection, damage
 from drover.pipeline.data.hub import CARDS, SAVED
 from drover.pipeline.data.readers import COLUMNAR, file_records
-from drover.pipeline.data.streams import UTF8, Input, Piece, mistaken, name_as_text, utf16_order
+from drover.pipeline.data.streams import PAGE, UTF8, Input, Piece, mistaken, name_as_text, utf16_order
 
 PACKED = {".gz": 3.0, ".zst": 3.0, ".parquet": 2.0}
 """Bytes of text in a byte of such a file, about."""
@@ -83,6 +83,7 @@ class FileKind:
     encoding: str = "utf-8"
     delimiter: str | None = None
     separator: str | None = None
+    html: str = ""
 
     def settings(self) -> dict[str, str]:
         """Those that a configuration has to name."""
@@ -128,11 +129,13 @@ DESCRIPTIONS = ("dataset_info.json", "config.json")
 
 @dataclass(frozen=True)
 class Beginning:
-    """What was looked at of a file: its text, the number of records, and why some of these will be rejected."""
+    """What was looked at of a file: its text, the number of records, and why some of these will be rejected. share: of
+    the text in its records, for what is extracted of pages in them."""
 
     text: str
     records: int = 1
     rejected: Sequence[str] = ()
+    share: float = 1.0
 
 
 class NoTextError(Exception):
@@ -185,10 +188,17 @@ def look(folder: Path) -> Corpus:
     is_sample = len(looked) < len(paths) - len(tests)
     of_web = [path for path in kinds.get(FileKind(), ()) if file_format(path) in WEB]
     shares = defaultdict[str, list[float]](list)
-    for path in _chosen(of_web, EXTRACTED):
-        beginning, share = _pages(path)
-        looked[path] = replace(beginning, text=beginning.text[:most_text])
-        shares[_ending(path)].append(share)
+    of_ending = defaultdict[str, list[Path]](list)
+    for path in of_web:
+        of_ending[_ending(path)].append(path)
+    for same in of_ending.values():
+        for path in _chosen(same, max(1, EXTRACTED // len(of_ending))):
+            beginning, share = _pages(path)
+            looked[path] = replace(beginning, text=beginning.text[:most_text])
+            shares[_ending(path)].append(share)
+    with_pages = {path for kind, same in kinds.items() if kind.html for path in same}
+    for path in with_pages.intersection(looked):
+        shares[_ending(path)].append(looked[path].share * _text_bytes(path) / path.stat().st_size)
     rejecting = {path: own for path, own in looked.items() if own.rejected}
     rejected = sum(len(own.rejected) for own in rejecting.values())
     records = sum(own.records for own in looked.values())
@@ -202,7 +212,8 @@ def look(folder: Path) -> Corpus:
         example = next(iter(rejecting.values())).rejected[0]
         notes.append(f"{counted(rejected, 'broken record')} of {records:,} that were looked at, which shard will "
                      f"reject: {_shown([*rejecting], folder)} ({example})")
-    text_bytes = sum(path.stat().st_size * fmean(shares[_ending(path)]) if _ending(path) in shares else
+    extracted = with_pages.union(of_web)
+    text_bytes = sum(path.stat().st_size * fmean(shares[_ending(path)]) if path in extracted else
                      _text_bytes(path) for own in kinds.values() for path in own)
     rejected_bytes = sum(_text_bytes(path) * len(own.rejected) / own.records for path, own in rejecting.items())
     sample = "".join(own.text for own in looked.values()).encode(errors="replace")
@@ -210,7 +221,7 @@ def look(folder: Path) -> Corpus:
     empty, unread = {*left_out.get(EMPTY, ())}, [_literal(Path(error.filename)) for error in closed]
     return Corpus(folder, {kind: _patterns(folder, {*own}, groups, empty, unread)
                            for kind, own in sorted_kinds.items()},
-                  sum(map(len, kinds.values())), is_sample, bool(of_web), int(text_bytes),
+                  sum(map(len, kinds.values())), is_sample, bool(extracted), int(text_bytes),
                   8 * len(zlib.compress(sample, 9)) / max(1, len(sample)), [*prompts][:PROMPTS],
                   max(rejected / max(1, records), rejected_bytes / max(1, text_bytes)), notes, named)
 
@@ -252,9 +263,7 @@ def _kind(path: Path) -> tuple[FileKind, Beginning]:
         if not path.stat().st_size:
             raise NoTextError(EMPTY)
         if form in WEB:
-            for package in web_packages(_source(path), [path.name]):
-                for problem in absent("its text", package):
-                    raise NoTextError(f"{form.upper()}: {problem}")
+            _refuse_absent(path, _source(path))
             _refuse_mistaken(path, form, UTF8)
             return FileKind(), Beginning("", 0)
         if form in COLUMNAR and form != "csv":
@@ -337,6 +346,12 @@ def _is_json_lines(text: str) -> bool:
     return False
 
 
+def _refuse_absent(path: Path, source: FilesSource) -> None:
+    for package in web_packages(source, [path.name]):
+        for problem in absent("its text", package):
+            raise NoTextError(f"{(file_format(path) or 'html').upper()}: {problem}")
+
+
 def _refuse_mistaken(path: Path, form: str, encoding: str) -> None:
     if (instead := mistaken(Input(Piece.of(path), encoding), form)[0]) is not None:
         raise NoTextError(instead)
@@ -370,11 +385,17 @@ def _records_kind(path: Path, form: str, encoding: str, delimiter: str | None = 
             raise
         if len(lists) > 1:
             raise NoTextError(f"it holds {len(lists)} lists of records; take out the list that is meant") from None
-        name = _text_field(lists[0])
-    beginning = _documents(path, source.model_copy(update={"text_field": name}))
+        records = lists[0]
+        name = _text_field(records)
+    texts = [text for record in records[:RECORDS] for field, text in _strings(record) if field == name]
+    html = "fields" if 2 * sum(PAGE.match(text) is not None for text in texts) > len(texts) else ""
+    source = source.model_copy(update={"text_field": name, **({"html": html} if html else {})})
+    _refuse_absent(path, source)
+    beginning = _documents(path, source)
+    beginning = replace(beginning, share=len(beginning.text) / max(1, sum(map(len, texts))) if html else 1.0)
     if 2 * len(beginning.rejected) >= beginning.records:
         raise NoTextError(f"most of its records cannot be read: {', '.join(beginning.rejected[:1])}")
-    return FileKind("" if file_format(path) else form, name, encoding, delimiter), beginning
+    return FileKind("" if file_format(path) else form, name, encoding, delimiter, None, html), beginning
 
 
 def _lists(value: Any, depth: int = 8) -> Iterator[list[Any]]:
