@@ -229,7 +229,7 @@ def _state(run: RunFiles, stage: StageFiles, info: JobInfo, now: float, *, silen
            ) -> tuple[State, str]:
     """The state of a stage, and a remark about it or ""."""
     name, last = stage.name, stage.last
-    logs = f". `drover why {run.folder}` shows the end of its output, unless it was started by hand"
+    logs = f". `drover why {run.folder}` shows the end of its output"
     if stage.damaged:
         return "failed", f"{name}: {stage.damaged}"
     if info.queued and stage.due:

@@ -29,7 +29,7 @@ from drover.launch.local import find_machine
 from drover.model.config import ModelConfig
 from drover.model.presets import LADDER
 from drover.pipeline.config.data import ShardConfig
-from drover.pipeline.config.loading import Dumper, load_config
+from drover.pipeline.config.loading import Dumper
 from drover.pipeline.config.training import TrainConfig, read_tokens, tokens_text
 from drover.pipeline.core.console import Parser, Program, counted, duration, echo, first, printable, refuse_low
 from drover.pipeline.core.errors import UserError
@@ -171,15 +171,17 @@ def work(options: argparse.Namespace) -> None:
     rate = machine.gpus * GPU_FLOPS or CPU_SHARE * machine.cores * matrix_rate()
     ranks = 1 if machine.gpus else min(MOST_RANKS, 2 ** int(math.log2(machine.cores)))
     proposal = propose(corpus, rate, options.minutes, options.params, ranks)
-    name = _name(target.with_suffix(""))
+    name = own = _name(target.with_suffix(""))
+    while Path("runs", name).exists():
+        name = f"{own}-{int(name.removeprefix(own)[1:] or 1) + 1}"
     write_text(target, as_yaml(corpus, proposal, name))
     others = OTHER_S + OTHER_MB_S * corpus.text_bytes / 1e6 / machine.cores
     if corpus.left_out:
         echo(f"left out: {first(corpus.left_out, 6, 'more reasons')}")
     for remark in corpus.remarks:
         echo(remark)
-    if (taken := load_config(target).folder).exists():
-        echo(f"{taken} is there already: give another `name` in {target}, or remove that run")
+    if name != own:
+        echo(f"runs/{own} is there already, so this run is called {name}")
     if options.params is not None:
         echo(f"of the shapes that are proposed, {tokens_text(proposal.shape.parameter_count)} is next to "
              f"{tokens_text(options.params)}; --params leaves the time free, see below")

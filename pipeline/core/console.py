@@ -71,7 +71,7 @@ def draw(*things: RenderableType, file: IO[str] | None = None, most: int | None 
 
 
 def _folded(line: str, width: int) -> str:
-    label = re.match(r"! |\S+ {2,}|\s*", line)
+    label = re.match(r"! |\S+ {2,}|\S{9} |\s*", line)  # a stage's name has nine columns
     return "\n".join(textwrap.wrap(printable(line), width, subsequent_indent=" " * (label.end() if label else 0),
                                    break_long_words=False, break_on_hyphens=False))
 

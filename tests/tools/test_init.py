@@ -134,14 +134,16 @@ def test_pages_are_taken_if_what_reads_them_is_installed(tmp_path, monkeypatch, 
     Path("web/a.pdf").write_bytes(pdf(wide(90).splitlines()))
     Path("web/scan.pdf").write_bytes(pdf(None))
     Path("web/late.docx").write_bytes(b"PK")
+    Path("web/fields.jsonl").write_bytes(lines([{"html": f"<html><p>{wide(number)}"} for number in range(60, 65)]))
     output = printed(capsys, main, "web")
     assert "scan.pdf (none of its 1 pages holds text" in output and "left out: late.docx: an office file; " in output
     proposed = Path("web.yaml").read_text()
     assert "an office file; convert it to text first (`pandoc late.docx --to plain" in proposed
     assert "prompts: [On day " in proposed.replace('"', "")
+    assert "text_field: html\n      html: fields\n" in proposed
     run_here("shard", "web.yaml", "launch.processes=1")
     counts = Run(load_config("web.yaml")).finished("shard").counts
-    assert (counts["documents_in"], counts["rejected"], counts["files"]["in"]) == (37, 1, 33)
+    assert (counts["documents_in"], counts["rejected"], counts["files"]["in"]) == (42, 1, 34)
     monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "resiliparse" else find_spec(name))
     refused(UserError, "HTML: its text needs the package resiliparse, which is not installed here: `pip install",
             look, Path("web"))
@@ -296,7 +298,7 @@ def test_the_loss_that_is_expected_names_law_and_measurement(notes, capsys):
     assert "# Expected: about" in text and "but would be more than 4 epochs of the text.\n" in text
     Path("runs/large").mkdir(parents=True)
     output = printed(capsys, main, str(notes), "--params", "110M", "--to", "large.yaml")
-    assert "runs/large is there already: give another `name` in large.yaml" in output and "is next to 110M; " in output
+    assert "runs/large is there already, so this run is called large-2" in output and "is next to 110M; " in output
     assert "ln(parameters of the blocks): Kaplan et al. 2020" in Path("large.yaml").read_text()
 
 
