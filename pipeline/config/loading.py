@@ -33,6 +33,8 @@ from drover.pipeline.storage.model_hub import hub_folder, names_the_hub, pinned
 
 Tree = dict[str, Any]
 """A mapping of settings, in which each key is a `Key`. Aliases share their value, so trees are never changed."""
+HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+"""Code points that no file can hold. Those between are bytes of names of files that are not UTF-8."""
 LARGEST = 1 << 22
 """Bytes of the largest file that is read. YAML is read slowly: of this size in half a minute."""
 MOST_VALUES = 1 << 20
@@ -69,6 +71,14 @@ class _MarkedLoader(yaml.SafeLoader):
     def place(self, node: yaml.Node) -> str:
         """The place of a node, as messages name it."""
         return self.name if self.name.startswith(TYPED) else f"{self.name}:{node.start_mark.line + 1}"
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        """A single value."""
+        value = super().construct_scalar(node)
+        if HALF.search(value):
+            raise UserError(f"{self.place(node)}: {shortened(ascii(value))} has half of a surrogate pair, which is no "
+                            f"character. Write the character itself.")
+        return value
 
 
 def _mapping(loader: _MarkedLoader, node: yaml.MappingNode) -> Tree:
