@@ -25,7 +25,7 @@ from drover.pipeline.core.console import Parser, Program
 from drover.pipeline.core.files import read_json, write_text
 
 DOCUMENTS = 10_000
-"""Of a file."""
+"""Documents of a file."""
 PHRASES = 1 << 18
 
 

@@ -40,7 +40,7 @@ class Options:
     machine: only a local run is fitted to it.
     frozen: the configuration that jobs on Slurm are given in place of the user's file and overrides.
     chain: id of the submission, or of the command on this machine; what is forced is forced once for it.
-    code: where the jobs' code is. code_files: what is to be written there.
+    code: where the jobs' code is. code_files: the files to write there, with their content.
     exclude: nodes that failed, which jobs on Slurm leave out besides those that the configuration names.
     """
 

@@ -18,6 +18,7 @@ import sys
 import textwrap
 import time
 import unicodedata
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -154,6 +155,11 @@ def add_options(parser: Parser) -> None:
                         "(default: the folder's name.yaml)")
 
 
+def _free(base: str, is_taken: Callable[[str], bool]) -> str:
+    """The name, or the first of NAME-2, NAME-3 and so on that is free."""
+    return next(name for name in chain([base], (f"{base}-{number}" for number in count(2))) if not is_taken(name))
+
+
 def _count(text: str) -> int:
     """A number such as 10M."""
     if isinstance(result := read_tokens(text), int):
@@ -171,9 +177,8 @@ def work(options: argparse.Namespace) -> None:
     rate = machine.gpus * GPU_FLOPS or CPU_SHARE * machine.cores * matrix_rate()
     ranks = 1 if machine.gpus else min(MOST_RANKS, 2 ** int(math.log2(machine.cores)))
     proposal = propose(corpus, rate, options.minutes, options.params, ranks)
-    name = own = _name(target.with_suffix(""))
-    while Path("runs", name).exists():
-        name = f"{own}-{int(name.removeprefix(own)[1:] or 1) + 1}"
+    own = _name(target.with_suffix(""))
+    name = _free(own, lambda one: Path("runs", one).exists())
     write_text(target, as_yaml(corpus, proposal, name))
     others = OTHER_S + OTHER_MB_S * corpus.text_bytes / 1e6 / machine.cores
     if corpus.left_out:
@@ -321,7 +326,7 @@ def _sources(corpus: Corpus) -> str:
     for kind, paths in corpus.sources.items():
         field = f"{kind.text_field or ('other' if kind.format else 'text')}-{kind.encoding}".removesuffix("-utf-8")
         base = re.sub(r"[^A-Za-z0-9_]+", "-", field).strip("-")[:40] or "records"
-        name = next(own for own in chain([base], (f"{base}-{number}" for number in count(2))) if own not in sources)
+        name = _free(base, sources.__contains__)
         sources[name] = {"kind": "files", "name": name, **kind.settings(), **paths}
     return textwrap.indent(yaml.dump([*sources.values()], Dumper=Dumper, sort_keys=False, allow_unicode=True,
                                      width=math.inf), "    ")

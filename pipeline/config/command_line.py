@@ -20,7 +20,7 @@ class ConfigWords(argparse.Action):
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
                  ) -> None:
-        others = [word for word in values if "=" not in word and word.endswith((".toml", ".json", ".py"))]
+        others = [word for word in values if "=" not in word and word.endswith((".toml", ".py"))]
         if others:
             parser.error(f"{others[0]} is not read: a configuration is YAML. docs/coming-from.md compares the settings "
                          f"of other projects with Drover's.")

@@ -467,10 +467,10 @@ def _validated(tree: Tree, path: Path, typed: dict[str, str], extra: Literal["fo
             tree = override(tree, key, json.dumps(typed[key]))
         return _validated(tree, path, {})
     raise refusal([f"{place}: {sentence(problem, own or '(top level)', suggestion(own, known if own == key else ()))}"
-                   for key, place, known, problem in wrong for own in _unknown(key, problem)], path)
+                   for key, place, known, problem in wrong for own in _settings(key, problem)], path)
 
 
-def _unknown(key: str, problem: ErrorDetails) -> list[str]:
+def _settings(key: str, problem: ErrorDetails) -> list[str]:
     """The setting of one of pydantic's errors; of an unknown section, such as another project's, its only setting."""
     given = problem.get("input")
     if problem["type"] == "extra_forbidden" and "." not in key and isinstance(given, dict) and len(given) == 1:

@@ -8,7 +8,7 @@ from typing import Any
 
 from drover.model.config import ModelConfig
 from drover.pipeline.config.tree import Config
-from drover.pipeline.core.console import counted
+from drover.pipeline.core.console import counted, first
 from drover.pipeline.core.errors import installed_version
 from drover.pipeline.evaluation.items import TaskResult
 from drover.pipeline.evaluation.scores import Measurement, Score, decimals
@@ -146,7 +146,7 @@ def doubts(tasks: Mapping[str, TaskResult]) -> Iterator[str]:
     """Warnings about task scores."""
     for name, task in tasks.items():
         if numbers := task["items_without_right_choice"]:
-            named = ", ".join(map(str, numbers[:NAMED])) + " ..." * (len(numbers) > NAMED)
+            named = first([*map(str, numbers)], NAMED)
             yield (f"{name}: in {counted(len(numbers), 'item')} of the data (counted from 1: {named}) the target is "
                    f"neither the number of a choice, from 0, nor the text of one; lm-evaluation-harness counts that as "
                    f"wrong")
