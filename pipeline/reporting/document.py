@@ -78,13 +78,15 @@ class Series:
 
 @dataclass(frozen=True)
 class Lines:
-    """A chart of lines over steps. unit: of its values. from_zero: they begin at 0. A table has the values as text."""
+    """A chart of lines. unit: of its values. from_zero: they begin at 0. over: what x counts. A table has the values as
+    text."""
 
     title: str
     unit: str
     series: Sequence[Series]
     note: str = ""
     from_zero: bool = False
+    over: str = "step"
 
     def __bool__(self) -> bool:
         return any(line.x for line in self.series)
