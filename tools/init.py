@@ -32,7 +32,7 @@ from drover.model.presets import LADDER
 from drover.pipeline.config.data import ShardConfig
 from drover.pipeline.config.loading import Dumper
 from drover.pipeline.config.training import TrainConfig, read_tokens, tokens_text
-from drover.pipeline.core.console import Parser, Program, counted, duration, echo, first, printable, refuse_low
+from drover.pipeline.core.console import Parser, Program, counted, duration, echo, printable, refuse_low
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_text
 from drover.tools.presets import CHINCHILLA
@@ -61,8 +61,13 @@ MOST_RANKS = 8
 """Ranks on CPUs at most. Each has a core or several: ranks of one thread are faster than threads of one rank, and far
 faster where other programs use the cores (benchmarks/RESULTS.md)."""
 BYTES = 512
-"""Ids of the vocabulary of bytes, with the special ones. Smaller corpora than 0.5 MB take it: one of 1,024 learned ids
-may need more text than there is."""
+"""Ids of the vocabulary of bytes, with the special ones. Smaller corpora than 0.5 MB take it, and those of fewer words:
+one of 1,024 learned ids may need more text than there is."""
+FOR_CHARACTERS = 8
+"""A vocabulary of fewer ids for each character that is not ASCII is one of bytes (`kind: bpe`): characters that stay
+whole could be more than all of it."""
+MOST_LEFT_OUT = 6
+"""Reasons that are printed; the file has more."""
 BITS, BITS_AT, BITS_POWER = 0.83, 2e6, 0.075
 """Bits per byte of validation text that models need after training on so many bytes, as a share of those of gzip -9;
 and the power of the bytes with which they fall (benchmarks/RESULTS.md)."""
@@ -94,12 +99,13 @@ LETTERS = str.maketrans({
 class Proposal:
     """A proposed model and training.
 
-    corpus_tokens: tokens in the text, about. tokens: to train on. token_bytes: bytes of text in one. ranks: on CPUs.
+    corpus_tokens: tokens in the text, about. wanted: tokens to train on, about. token_bytes: bytes of text in one.
+    ranks: on CPUs.
     """
 
     shape: ModelConfig
     corpus_tokens: int
-    tokens: int
+    wanted: int
     token_bytes: float
     ranks: int
 
@@ -112,13 +118,18 @@ class Proposal:
     @property
     def batch_tokens(self) -> int:
         """Tokens of an optimizer step: about a 400th of all, rounded to a power of two."""
-        size = 2 ** round(math.log2(max(1, self.tokens / 400)))
+        size = 2 ** round(math.log2(max(1, self.wanted / 400)))
         return min(MOST_BATCH, max(8 * self.shape.context_length, size))
 
     @property
     def steps(self) -> int:
         """Optimizer steps."""
-        return max(20, self.tokens // self.batch_tokens)
+        return max(20, self.wanted // self.batch_tokens)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all steps."""
+        return self.steps * self.batch_tokens
 
     @property
     def muon(self) -> bool:
@@ -182,7 +193,9 @@ def work(options: argparse.Namespace) -> None:
     write_text(target, as_yaml(corpus, proposal, name))
     others = OTHER_S + OTHER_MB_S * corpus.text_bytes / 1e6 / machine.cores
     if corpus.left_out:
-        echo(f"left out: {first(corpus.left_out, 6, 'more reasons')}")
+        more = len(corpus.left_out) - MOST_LEFT_OUT
+        echo("left out:", *(f"  {own}" for own in corpus.left_out[:MOST_LEFT_OUT]),
+             *[f"  and for {counted(more, 'more reason')}, which {target} has"] * (more > 0))
     for remark in corpus.remarks:
         echo(remark)
     if name != own:
@@ -224,7 +237,7 @@ def propose(corpus: Corpus, flops: float, minutes: float, params: int | None, ra
     def trained(step: ModelConfig, tokens: float | None) -> Proposal:
         """On so many tokens; None: as many as the minutes allow. Never on too many of the text."""
         blocks = step.with_vocabulary(BYTES).non_embedding_parameter_count
-        most = min(32768, max(1024, MOST_EMBEDDING * blocks / step.dim), math.sqrt(2 * corpus.text_bytes))
+        most = min(32768, max(1024, MOST_EMBEDDING * blocks / step.dim), math.sqrt(2 * corpus.text_bytes), corpus.ids)
         vocabulary = max(BYTES, 2 ** int(math.log2(most)))
         token_bytes = 1.0 if vocabulary == BYTES else 0.37 * math.log2(vocabulary) - 1.5  # as measured
         text = 1 + int(corpus.text_bytes / token_bytes)
@@ -232,7 +245,7 @@ def propose(corpus: Corpus, flops: float, minutes: float, params: int | None, ra
         most_tokens = int(ROOM * EPOCHS * text)
         made = Proposal(shape, text, most_tokens, token_bytes, ranks)
         for _ in range(5 if tokens is None else 1):  # the length and the batch depend on the tokens
-            allowed = made.tokens * (60 * minutes - START_S) / (made.seconds(flops) - START_S)
+            allowed = made.wanted * (60 * minutes - START_S) / (made.seconds(flops) - START_S)
             used = int(max(1, min(allowed if tokens is None else tokens, most_tokens)))
             length = 1024 if used >= 20e6 else 512 if used >= 4e6 else 256
             made = Proposal(shape.model_copy(update={"context_length": length}), text, used, token_bytes, ranks)
@@ -263,9 +276,12 @@ def as_yaml(corpus: Corpus, proposal: Proposal, name: str) -> str:
     rejected = f"  max_rejected_share: {allowed:g}   # {why}\n" * (allowed > ShardConfig().max_rejected_share)
     remarks = [f"# {' '.join(printable(own).split())}\n" for own in (
         *(f"left out: {own}" for own in corpus.left_out), *corpus.remarks)]
-    short_of_text = proposal.tokens >= int(ROOM * EPOCHS * proposal.corpus_tokens)
-    vocabulary = ("kind: byte   # too little text for a vocabulary of its own" if shape.vocab_size == BYTES else
-                  f"vocab_size: {shape.vocab_size}   # up to the root of twice the text's bytes; fewer in small models")
+    short_of_text = proposal.wanted >= int(ROOM * EPOCHS * proposal.corpus_tokens)
+    size = f"vocab_size: {shape.vocab_size}   # up to the root of twice the text's bytes; fewer where words are few"
+    vocabulary = ("kind: byte   # too little text, or too few words, for a vocabulary of its own"
+                  if shape.vocab_size == BYTES else
+                  f"kind: bpe   # the text has many characters; rare ones are spelled in bytes\n  {size}"
+                  if FOR_CHARACTERS * corpus.characters > (shape.vocab_size or 0) else size)
     launch = ("\nlaunch:\n  processes: "
               f"{proposal.ranks}   # ranks on this machine's cores; faster than one rank with as many threads\n"
               if proposal.ranks > 1 else "")

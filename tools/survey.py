@@ -68,6 +68,10 @@ UNPACKED = 4
 """Bytes in a byte of a packed file of pages, about."""
 FEW_NAMES = 20
 """At most so many files without a common ending are listed by name, where other files lie in their folder."""
+WORD = re.compile(r"[^\W\d_]{2,15}")
+"""What is one id of a vocabulary that is trained until nothing is left to merge, whatever else is."""
+BYTES = 256
+"""Ids of any vocabulary: the bytes."""
 NO_PROSE = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml|<svg|-----BEGIN )")
 """How files begin whose text nobody wants to learn: markup, keys and certificates."""
 MBOX = b"\n\nFrom "
@@ -102,6 +106,8 @@ class Corpus:
         has_pages: whether text is extracted of some.
         text_bytes: bytes of text in them, about.
         gzip_bits: bits per byte that gzip -9 needs of the beginnings of some.
+        ids: of a vocabulary, that the text supports at least, copies or not.
+        characters: that are not ASCII, in the beginnings of some.
         prompts: the beginnings of some.
         rejected_share: share of the records that will be rejected, as far as they were looked at.
         remarks: what to know about the files, as lines.
@@ -115,6 +121,8 @@ class Corpus:
     has_pages: bool
     text_bytes: int
     gzip_bits: float
+    ids: int
+    characters: int
     prompts: list[str]
     rejected_share: float
     remarks: list[str]
@@ -201,6 +209,10 @@ def look(folder: Path) -> Corpus:
         shares[_ending(path)].append(looked[path].share * _text_bytes(path) / path.stat().st_size)
     rejecting = {path: own for path, own in looked.items() if own.rejected}
     rejected = sum(len(own.rejected) for own in rejecting.values())
+    broken = defaultdict[str, list[tuple[Path, str]]](list)  # by reason, whatever numbers are in it
+    for path, beginning in rejecting.items():
+        for why in beginning.rejected:
+            broken[re.sub(r"\d+", "", why)].append((path, why))
     records = sum(own.records for own in looked.values())
     sorted_kinds = dict(sorted(kinds.items(), key=lambda item: (-len(item[1]), str(item[0]))))
     notes = [f"read as {kind.encoding}, which is a guess: {_shown(own, folder)}"
@@ -208,22 +220,32 @@ def look(folder: Path) -> Corpus:
     if is_sample:
         notes.append(f"looked into {len(looked):,} of {len(paths):,} files, the same ones each time; the others are "
                      f"taken to be as most of these with their ending")
-    if rejecting:
-        example = next(iter(rejecting.values())).rejected[0]
-        notes.append(f"{counted(rejected, 'broken record')} of {records:,} that were looked at, which shard will "
-                     f"reject: {_shown([*rejecting], folder)} ({example})")
+    notes += [f"shard will reject {len(alike):,} of {records:,} records that were looked at: "
+              f"{_shown([*dict(alike)], folder)}: {alike[0][1]}" for alike in broken.values()]
     extracted = with_pages.union(of_web)
     text_bytes = sum(path.stat().st_size * fmean(shares[_ending(path)]) if path in extracted else
                      _text_bytes(path) for own in kinds.values() for path in own)
     rejected_bytes = sum(_text_bytes(path) * len(own.rejected) / own.records for path, own in rejecting.items())
-    sample = "".join(own.text for own in looked.values()).encode(errors="replace")
+    texts = "\n".join(own.text for own in looked.values())
+    sample = texts.encode(errors="replace")
     prompts = dict.fromkeys(prompt for own in looked.values() for prompt in _prompt(own.text))
     empty, unread = {*left_out.get(EMPTY, ())}, [_literal(Path(error.filename)) for error in closed]
     return Corpus(folder, {kind: _patterns(folder, {*own}, groups, empty, unread)
                            for kind, own in sorted_kinds.items()},
                   sum(map(len, kinds.values())), is_sample, bool(extracted), int(text_bytes),
-                  8 * len(zlib.compress(sample, 9)) / max(1, len(sample)), [*prompts][:PROMPTS],
+                  8 * len(zlib.compress(sample, 9)) / max(1, len(sample)),
+                  _supported_ids(texts, text_bytes / max(1, len(sample))), sum(not own.isascii() for own in {*texts}),
+                  [*prompts][:PROMPTS],
                   max(rejected / max(1, records), rejected_bytes / max(1, text_bytes)), notes, named)
+
+
+def _supported_ids(sample: str, times: float) -> int:
+    """Ids of a vocabulary, at least, that text supports which is so many times as long as a sample: the bytes and the
+    words. Their number grows by a power of the text's length (Heaps' law). The power falls, so half of the sample's is
+    taken."""
+    before, words = (len({*WORD.findall(text)}) for text in (sample[:len(sample) // 2], sample))
+    power = math.log2(max(1, words) / max(1, before)) / 2
+    return BYTES + int(words * max(1.0, times)**power)
 
 
 def _chosen(paths: list[Path], count: int) -> list[Path]:
@@ -257,7 +279,7 @@ def _kind(path: Path) -> tuple[FileKind, Beginning]:
         raise NoTextError("a link that leads nowhere, a pipe or a device")
     if path.name in (*CARDS, *SAVED, *DESCRIPTIONS) and form == "json":
         raise NoTextError("it describes a data set or a model")
-    if command := converter(path):
+    if command := converter(path.with_stem("FILE")):  # one reason for all files of a program
         raise NoTextError(f"an office file; convert it to text first (`{command}`)")
     try:
         if not path.stat().st_size:
@@ -272,12 +294,12 @@ def _kind(path: Path) -> tuple[FileKind, Beginning]:
             _refuse_mistaken(path, form, UTF8)
         with Input(Piece.of(path)).open() as stream:
             data = stream.read(READ)
-        if not data.strip():
-            raise NoTextError(EMPTY)
         if own_format is None and NO_PROSE.match(data):
             raise NoTextError("XML, of which the model would learn the markup (take its text out first), or a key")
         encoding = _encoding(data, form)
         text = codecs.getincrementaldecoder(encoding)("replace").decode(data).removeprefix("\ufeff")
+        if not text.strip():
+            raise NoTextError(EMPTY)
         if own_format is None and _is_json_lines(text):
             form = "jsonl"
         if form != "txt":

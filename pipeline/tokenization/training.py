@@ -226,9 +226,10 @@ def train_bpe(chunks: Iterable[str], settings: TokenizerConfig, path: Path) -> N
 def too_large(settings: TokenizerConfig, ids: int) -> UserError:
     """The error for a vocabulary of which the text supports only so many ids."""
     largest = ids // SIZE_MULTIPLE * SIZE_MULTIPLE
-    advice = f"Set it to {largest} or less" if largest >= 640 else "Take tokenizer.kind=byte"
+    smaller = f"tokenizer.vocab_size={largest}" if largest >= 640 else "tokenizer.kind=byte"
     return UserError(f"tokenizer.vocab_size {settings.vocab_size} is too large for the training text, which supports "
-                     f"{ids} ids. {advice}, or give more text (shard.sources, tokenizer.train_mb).")
+                     f"{ids} ids. To continue, give the same command with {smaller} at its end, or give more text "
+                     f"(shard.sources, tokenizer.train_mb).")
 
 
 def explained(error: RuntimeError, settings: TokenizerConfig, log: Path) -> Exception:

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import random
 import re
 import shlex
 import shutil
@@ -14,7 +15,7 @@ import pytest
 
 from drover.launch.local import find_machine
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.config.training import read_tokens
+from drover.pipeline.config.training import read_tokens, tokens_text
 from drover.pipeline.contract.run import Run
 from drover.pipeline.core import errors
 from drover.pipeline.core.errors import AbsentInputError, UserError
@@ -28,6 +29,7 @@ from tests.crawl import write_crawl
 from tests.data.reading.test_pdf import pdf
 from tests.data.reading.test_warc import archive
 from tests.data.source_files import COMPRESS, batch, config_of, files_source, lines, write_batches
+from tests.dirty_corpus import paragraphs
 from tests.refusal import printed, refused, table
 from tests.stages.here import run_here
 
@@ -112,7 +114,7 @@ def test_what_is_proposed_for_any_folder_runs_and_the_rest_is_named(tmp_path, mo
     output = printed(capsys, main, "zoo", "--minutes", "1")
     proposed = Path("zoo.yaml").read_text()
     assert {name for name in others if not re.search(rf"left out: (.*, )?{name}[:,]", proposed)} == set()
-    assert re.match("left out: .* and [0-9]+ more reasons\n", output)
+    assert re.match("left out:\n(  .*\n){6}  and for [0-9]+ more reasons, which zoo.yaml has\n", output)
     assert "/mails/*\n" in proposed and "/mails/1707.M7P1.post:2,S\n" in proposed, "but for the one in Latin-1"
     assert "/plain/*\n" in proposed, "all of a folder are of one kind"
     assert max(map(len, re.findall("^ .*", proposed, re.MULTILINE))) < 80 + len(str(tmp_path)), "a path has a line"
@@ -136,9 +138,9 @@ def test_pages_are_taken_if_what_reads_them_is_installed(tmp_path, monkeypatch, 
     Path("web/late.docx").write_bytes(b"PK")
     Path("web/fields.jsonl").write_bytes(lines([{"html": f"<html><p>{wide(number)}"} for number in range(60, 65)]))
     output = printed(capsys, main, "web")
-    assert "scan.pdf (none of its 1 pages holds text" in output and "left out: late.docx: an office file; " in output
+    assert "scan.pdf: none of its 1 pages holds text" in output and "  late.docx: an office file; " in output
     proposed = Path("web.yaml").read_text()
-    assert "an office file; convert it to text first (`pandoc late.docx --to plain" in proposed
+    assert "an office file; convert it to text first (`pandoc FILE.docx --to plain" in proposed
     assert "prompts: [On day " in proposed.replace('"', "")
     assert "text_field: html\n      html: fields\n" in proposed
     run_here("shard", "web.yaml", "launch.processes=1")
@@ -164,6 +166,24 @@ def test_what_is_proposed_for_a_crawl_runs_through(tmp_path, monkeypatch, capsys
     assert (counts["rejected"], counts["documents_in"]) == (1, 107)
     read = sum(counts["text_bytes"].values())
     assert 4e6 < read < 6e6 and abs(look(Path("crawl")).text_bytes / read - 1) < 0.2
+
+
+LOG = "".join(
+    f"12:{number % 60:02} INFO worker of {number % 7} answered in {number * 7919} ms\n" for number in range(12_000))
+"""Text of seven words, however much there is of it."""
+CHINESE = "".join(chr(0x4e00 + number * 7919 % 4001) + "。\n" * (number % 50 == 0) for number in range(178_000))
+"""More characters than a small vocabulary has ids."""
+
+
+@pytest.mark.parametrize(("text", "form", "kind"), [
+    (LOG, "txt", "byte"), (CHINESE, "txt", "tiktoken"), (LOG, "warc", "byte")])
+def test_the_vocabulary_is_one_that_the_text_supports(tmp_path, monkeypatch, text, form, kind):
+    monkeypatch.chdir(tmp_path)
+    Path("own").mkdir()
+    Path(f"own/a.{form}").write_bytes(
+        archive(("a", f"<p>{text}".encode(), "text/html", {}), gzipped=False) if form == "warc" else text.encode())
+    assert main(["own"]) == run_here("shard", "own.yaml") == run_here("tokenizer", "own.yaml") == 0
+    assert Run(load_config("own.yaml")).finished("tokenizer").counts["kind"] == kind
 
 
 @pytest.mark.parametrize(("files", "left_out"), [
@@ -212,14 +232,26 @@ def test_records_that_shard_will_reject_are_counted_and_their_share_is_allowed(n
     good = [{"text": wide(number)} for number in range(60)]
     (notes / "a.jsonl").write_bytes(lines(good[:50]) + b'{"text": "cut\n{"text": null}\n{"text": "br\xffoken"}\n')
     (notes / "b.csv").write_text("text,day\n" + "by the sea,1\n" * 20 + "by the sea,2,3\n")
+    (notes / "scan.pdf").write_bytes(pdf(None))
     (notes / "worst.jsonl").write_bytes(lines(good[:2]) + b"{\n" * 3)
     output = printed(capsys, main, str(notes))
-    assert "4 broken records of 80 that were looked at, which shard will reject: a.jsonl, b.csv (the line" in output
+    rejected = re.findall(r"shard will reject (\d) of 81 records that were looked at: (\S+): (.*)\n", output)
+    assert [(count, names) for count, names, _ in rejected] == [
+        ("1", "a.jsonl"), ("1", "a.jsonl"), ("1", "a.jsonl"), ("1", "b.csv"), ("1", "scan.pdf")]
+    assert "scanned" in rejected[-1][2], "each kind has a reason of its own"
     assert "worst.jsonl: most of its records cannot be read: " in output
     run_here("shard", "my-notes.yaml", "launch.processes=1")
     run = Run(load_config("my-notes.yaml"))
     counts = run.finished("shard").counts
-    assert counts["rejected"] == 4 and 4 / counts["documents_in"] < run.config.shard.max_rejected_share < 0.2
+    assert counts["rejected"] == 5 and 5 / counts["documents_in"] < run.config.shard.max_rejected_share < 0.2
+
+
+def test_files_are_empty_for_init_where_they_are_for_shard(notes, capsys):
+    for number, text in enumerate(("", " \n", "\ufeff", "\u00a0\n\u3000", "\ufeff \n")):
+        (notes / f"empty-{number}.md").write_text(text)
+    assert "and 2 more: it is empty\n" in printed(capsys, main, str(notes))
+    run_here("shard", "my-notes.yaml", "launch.processes=1")
+    assert Run(load_config("my-notes.yaml")).finished("shard").counts["dropped"]["empty"] == 5
 
 
 def test_damaged_and_hidden_files_are_left_out_and_counted(notes, capsys):
@@ -274,7 +306,8 @@ def test_the_name_keeps_the_letters_that_a_run_may_have(tmp_path, monkeypatch, f
 @pytest.mark.parametrize("minutes", [1, 2, 5, 10, 60])
 def test_the_training_takes_the_minutes_that_are_asked_for(tmp_path, minutes):
     """By the costs that were measured (benchmarks/RESULTS.md)."""
-    (tmp_path / "a.jsonl").write_bytes(lines([{"text": wide(number) * 30} for number in range(2000)]))
+    prose, chance = paragraphs(), random.Random(0)
+    (tmp_path / "a.jsonl").write_bytes(lines([{"text": "\n".join(chance.choices(prose, k=80))} for _ in range(1000)]))
     proposed = propose(look(tmp_path), 8e10, minutes, None)
     assert 0.8 < proposed.seconds(8e10) / (60 * minutes) < 1.1
     more = propose(look(tmp_path), 8e10, 2 * minutes, None)
@@ -291,8 +324,11 @@ def test_the_loss_that_is_expected_names_law_and_measurement(notes, capsys):
     config = load_config("my-notes.yaml")
     ranks = config.launch.processes or 1
     assert ranks == min(8, 2 ** int(math.log2(find_machine().cores)))
+    tokens = tokens_text(config.train.steps * config.train.batch_tokens)
+    assert f" parameters, {tokens} tokens (" in output and f"train:   # {tokens} tokens, " in Path(
+        "my-notes.yaml").read_text()
     assert config.train.batch_tokens % (ranks * config.train.micro_batch * config.train.sequence_length) == 0
-    assert "left out: photo.png: it is a PNG file; " in output
+    assert "  photo.png: it is a PNG file; " in output
     assert output.endswith("drover chat my-notes --interactive\n") and float(low) < float(bits) < float(high)
     text = Path("my-notes.yaml").read_text()
     assert "# Expected: about" in text and "but would be more than 4 epochs of the text.\n" in text
