@@ -167,12 +167,7 @@ def refuse_changed(run: Run, job: Job, options: Options) -> None:
     changes = job.state.differences
     if job.forced or job.state.kind != "changed" or (options.accept_changes and acceptable(job.stage, changes)):
         return
-    refusal = run.refusal(job.stage, changes)
-    later = {stage for stage in STAGES if stage == job.stage or job.stage in before([stage])}
-    if len(later) > 1:
-        refusal = UserError(f"{refusal}\n--force rebuilds every requested stage; {_named(later)} --force rebuilds "
-                            f"{job.stage} and the stages that depend on it.")
-    raise refusal
+    raise run.refusal(job.stage, changes)
 
 
 def _beyond_limits(config: Config, job: Job, nodes: Sequence[NodeKind]) -> Iterator[str]:

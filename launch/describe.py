@@ -19,6 +19,7 @@ from drover.pipeline.config.optimizers import optimizer_kind
 from drover.pipeline.config.phases import BatchPlan, PhasePlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run, acceptable
+from drover.pipeline.contract.stages import before
 from drover.pipeline.core.console import counted, draw, duration, first, readable, table
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import problems_of
@@ -173,9 +174,9 @@ def by_hand(job: Job) -> str:
 
 def planned_consumption(run: Run) -> Consumption | None:
     """What training will consume of each source, once encode has counted the tokens. An estimate for packed documents:
-    training plans their packing later."""
+    training plans their packing later. None where encode or a stage before it has changed."""
     made = run.manifest("encode")
-    if made is None or "splits" not in made.counts:
+    if made is None or "splits" not in made.counts or any(map(run.changed, before(["train"]))):
         return None
     from drover.pipeline.data.sampling.consumption import planned, train_tokens
 

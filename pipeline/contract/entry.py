@@ -25,6 +25,7 @@ from drover.pipeline.contract.manifest import (
     OTHER_FILES,
     Manifest,
     change_start,
+    in_words,
     read_manifest,
     restore_start,
     start_or_empty,
@@ -398,7 +399,7 @@ def prepare(run: Run, name: str, options: argparse.Namespace) -> Work | None:
     if state.kind == "changed" and not (options.accept_changes and acceptable(name, state.differences)):
         raise run.refusal(name, state.differences)
     if state.differences and state.kind != "resumable" and not STAGES[name].checkpoints:
-        say(name, f"settings or input have changed: {first([str(difference) for difference in state.differences])}. It "
+        say(name, f"settings or input have changed: {first(in_words(state.differences))}. It "
                   f"starts from scratch; finished tasks that are removed: {finished_tasks(run.own_folder(name)):,}")
         return _start_from_scratch(run, name, options)
     record = run.record(name)

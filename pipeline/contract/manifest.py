@@ -205,6 +205,17 @@ def differences(old: Fingerprint, new: Fingerprint) -> list[Difference]:
             for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
 
 
+def in_words(changes: Sequence[Difference]) -> list[str]:
+    """Each change in words; several input files that are all new, gone or changed, together."""
+    alike = dict[str, list[Difference]]()
+    for change in changes:
+        what = "are new" if change.old is None else "are gone" if change.new is None else "have other content"
+        alike.setdefault(what if change.key.startswith("files.") else change.key, []).append(change)
+    return [str(group[0]) if len(group) == 1 else
+            f"{len(group):,} input files {what}: {first([change.key.removeprefix('files.') for change in group])}"
+            for what, group in alike.items()]
+
+
 def _fields(fingerprint: Fingerprint) -> dict[str, object]:
     """One level: `config.train.lr`, `inputs.shard`, `files.stdlib/os.py`, `places.shard.sources.0.paths.0`."""
     from drover.pipeline.config.section import flatten
@@ -303,7 +314,7 @@ class State:
 
     def __str__(self) -> str:
         if self.kind == "changed":
-            return f"changed: {first([str(difference) for difference in self.differences], 2)}"
+            return f"changed: {first(in_words(self.differences), 2)}"
         return self.kind + (f" ({self.reasons[0]})" if self.reasons else "")
 
 

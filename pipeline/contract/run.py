@@ -23,15 +23,17 @@ from drover.pipeline.contract.manifest import (
     Manifest,
     StartRecord,
     State,
+    in_words,
     read_manifest,
     read_start,
     record_differences,
     stage_state,
 )
-from drover.pipeline.contract.stages import REPOSITORY, STAGES, Stage, follows_training
+from drover.pipeline.contract.stages import REPOSITORY, STAGES, Stage, before, follows_training
+from drover.pipeline.contract.state import read_state
 from drover.pipeline.contract.workers import finished_tasks
 from drover.pipeline.core.console import first
-from drover.pipeline.core.errors import UserError, all_results, listed
+from drover.pipeline.core.errors import UserError, all_problems, all_results
 from drover.pipeline.core.files import opened, sha256_file
 
 
@@ -247,25 +249,34 @@ class Run:
 
     def refusal(self, stage: str, changes: list[Difference]) -> UserError:
         """The error about a stage with changes: what has changed, and what the user can do."""
-        shown = [str(difference) for difference in changes[:12]]
-        if len(changes) > 12:
-            shown.append(f"... and {len(changes) - 12} more (drover why CONFIGURATION {stage})")
         was = "was started" if self.manifest(stage) is None else "was made"
         # What goes with a change: the beginning of its key, and a sentence.
-        hints = {"files.": " Or put the files back as they were (docs/continue.md adds text to a trained model).",
-                 "config.train.mixture": " For another mixture from here on add train.phases, with --accept-changes "
+        hints = {"config.train.mixture": " For another mixture from here on add train.phases, with --accept-changes "
                                          "(docs/phases.md): tokens and epochs are then counted as trained."}
         if STAGES[stage].checkpoints and not acceptable(stage, changes):
             hints["config."] = (f" A checkpoint cannot continue with another optimizer or as another network. (To "
                                 f"extend the context, only {', '.join(POSITIONS)} may change.)")
-        accepting = "--accept-changes to continue training with them, and to rebuild what follows it, " * acceptable(
-            stage, changes)
-        ways = ("change reuse=, or leave it out to make this stage here" if self.is_reused(stage) else
-                f"--force to rebuild it, {accepting}or name=<another> for a run of its own (reuse={self.folder} shares "
-                f"what still fits)")
+        words = in_words(changes)
+        files = any(change.key.startswith("files.") for change in changes)
+        ways = ["put the files back as they were"] * files
+        if self.is_reused(stage):
+            ways.append("change reuse=, or leave it out to make this stage here")
+        else:
+            later = [name for name in STAGES if name == stage or stage in before([name])]
+            force = f"--stage {'all' if len(later) == len(STAGES) else ','.join(later)} --force to rebuild it"
+            if "train" in later and (trained := read_state(self.own_folder("train"))) is not None:
+                model = f"{self.own_folder('train')} (step {trained.step or 0:,})"
+                ways += [f"to train the model in {model} further, on old and new text, move new files into a folder of "
+                         f'their own and follow docs/continue.md, "Add text to a trained model"'] * files
+                force += (f", which starts training again from step 0, renames {model} to train.replaced, and deletes "
+                          f"the other outputs, the export too")
+            ways += ["--accept-changes to continue training with them, and to rebuild what follows it"] * acceptable(
+                stage, changes)
+            shared = "" if STAGES[stage].reusable else f", with reuse={self.folder} on the same tokens"
+            ways += [force, f"name=<another> for a run of its own{shared}"]
         return UserError(f"The stage {stage} in {self.stage_folder(stage)} {was} with other inputs or settings, so it "
-                         f"is neither used nor overwritten. Changes, old -> new:\n{listed(shown)}\n"
-                         f"Ways to continue: {ways}." + "".join(
+                         f"is neither used nor overwritten: {all_problems(words, f'{len(words)} changes', 12)}\n"
+                         f"Ways to continue: {'; or '.join(ways)}." + "".join(
             hint for start, hint in hints.items() if any(change.key.startswith(start) for change in changes)))
 
 

@@ -44,7 +44,7 @@ train: {sequence_length: 64, batch_tokens: 1024, warmup_steps: 0, micro_batch: 2
         f"train.{name}={json.dumps(value)}" for name, value in {"phases": PHASES, **train}.items())]))
     if counts is not None:
         (run.folder / "encode").mkdir(parents=True, exist_ok=True)
-        Manifest("encode", {"config": {}, "inputs": {}, "files": {}}, [], counts, "").write(run.folder / "encode")
+        Manifest("encode", {"config": run._settings("encode")}, [], counts, "").write(run.folder / "encode")
     return run
 
 
@@ -66,6 +66,15 @@ def test_before_encode_the_plan_shows_phases_alone(tmp_path):
     assert length == "length    15 steps = 30,720 tokens"
     assert consumption_lines(run_of(tmp_path, phases=[], steps=300)) == [
         "data      all sources: 307.2k tokens from 105k, 2.93 epochs"]
+
+
+def test_tokens_of_text_that_has_changed_are_not_shown_as_those_of_the_new(tmp_path):
+    run = run_of(tmp_path, phases=[], steps=300, max_epochs=2)
+    refused(UserError, "max_epochs", _refuse_plan, run, forced=False)
+    changed = Manifest("encode", {"config": {"encode": {"shard_mb": 1}}}, [], COUNTS, "")
+    changed.write(run.folder / "encode")
+    assert consumption_lines(run) == ["data      tokens and epochs of each source are known once encode is done"]
+    _refuse_plan(run, forced=False)
 
 
 def test_the_plan_names_the_newest_checkpoint_by_sizes(tmp_path):
