@@ -24,10 +24,11 @@ from drover.model.huggingface import shape_of
 from drover.pipeline.config.checks import problems
 from drover.pipeline.config.explaining import suggestion
 from drover.pipeline.config.kinds import Kind, left_out, load_plugins
+from drover.pipeline.config.optimizers import optimizer_kind
 from drover.pipeline.config.section import local_path, sections_in, sentence, sentences, shortened
 from drover.pipeline.config.shipped import FILTERS, SINKS
 from drover.pipeline.config.tree import Config
-from drover.pipeline.core.errors import REPOSITORY, UserError, listed, meant
+from drover.pipeline.core.errors import REPOSITORY, UserError, listed, meant, refusals
 from drover.pipeline.core.files import Record, read_bytes, read_json, sealed_text, sha256_json, typed, write_text
 from drover.pipeline.storage.model_hub import hub_folder, names_the_hub, pinned
 
@@ -222,7 +223,9 @@ def _parsed(text: str, name: str) -> Any:
             raise ValueError(f"with its aliases it has more than {MOST_VALUES:,} values")
         return value
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{name} is not valid YAML: {error}") from None
+        before = ("\nIf this line is right, look at the line before: a colon, bracket or quote may be missing, or the "
+                  "indentation may be wrong.") * ("\n" in text.strip())
+        raise UserError(f"{name} is not valid YAML: {error}{before}") from None
     except RecursionError:
         raise UserError(f"{name} is nested too deeply to be read.") from None
 
@@ -466,8 +469,10 @@ def _validated(tree: Tree, path: Path, typed: dict[str, str], extra: Literal["fo
         for key in texts:  # a name may look like a number
             tree = override(tree, key, json.dumps(typed[key]))
         return _validated(tree, path, {})
+    name = str(train.get("optimizer")) if isinstance(train := tree.get("train"), dict) and "optimizer" in train else ":"
+    unknown = [] if ":" in name else refusals(lambda: optimizer_kind(name))  # other modules are not imported here
     raise refusal([f"{place}: {sentence(problem, own or '(top level)', suggestion(own, known if own == key else ()))}"
-                   for key, place, known, problem in wrong for own in _settings(key, problem)], path)
+                   for key, place, known, problem in wrong for own in _settings(key, problem)] + unknown, path)
 
 
 def _settings(key: str, problem: ErrorDetails) -> list[str]:

@@ -15,7 +15,7 @@ from drover.pipeline.config.kinds import imported
 from drover.pipeline.config.section import Section, sentences
 from drover.pipeline.config.shipped import OPTIMIZERS as OPTIMIZERS
 from drover.pipeline.config.training import TrainConfig
-from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.errors import UserError, meant
 
 
 def optimizer_kind(name: str) -> OptimizerKind:
@@ -27,8 +27,9 @@ def optimizer_kind(name: str) -> OptimizerKind:
     if name in OPTIMIZERS:
         return OPTIMIZERS[name]
     if ":" not in name:
-        raise UserError(f"train.optimizer '{name}' is not known. Take {', '.join(OPTIMIZERS)}, or write "
-                        f"module:NAME of an OptimizerKind of your own.")
+        hint = meant(name, OPTIMIZERS, setting="train.optimizer=")
+        raise UserError(f"train.optimizer '{name}' is not known{f'; {hint}' if hint else '.'} "
+                        f"Take {', '.join(OPTIMIZERS)}, or write module:NAME of an OptimizerKind of your own.")
     kind = imported(name, "train.optimizer")
     if not isinstance(kind, OptimizerKind):
         raise UserError(f"train.optimizer '{name}' is not an OptimizerKind. Name one, such as "

@@ -226,12 +226,18 @@ def sentence(problem: Any, key: str, instead: str) -> str:
         return f"unknown key '{key}'; {instead}"
     if kind == "missing":
         return f"'{key}' is missing."
-    message = shortened(problem["msg"].removeprefix("Value error, "), 1000).rstrip(".") + HINTS.get(kind, "")
+    message = shortened(problem["msg"].removeprefix("Value error, "), 1000).rstrip(".")
+    message += HINTS.get(kind, "") * (not isinstance(given, dict))
+    if kind in ("literal_error", "union_tag_invalid"):
+        tag = problem["ctx"].get("tag")
+        choices = re.findall("'(.*?)'", message.rpartition(":")[2])
+        message += f"; {meant(tag or str(given), choices, setting=f'{key}.kind=' if tag else f'{key}=')}".rstrip("; ")
     if given == 0 and re.search("(?<!log_)every", key):
         message += "; null switches it off"
     if kind == "value_error":
         return f"'{key}': {message}{'' if message.endswith('?') else '.'}"
-    return f"'{key}' is {shortened(repr(given))} ({type(given).__name__}): {message[0].lower()}{message[1:]}."
+    end = "" if message.endswith("?") else "."
+    return f"'{key}' is {shortened(repr(given))} ({type(given).__name__}): {message[0].lower()}{message[1:]}{end}"
 
 
 def sentences(error: ValidationError, at: str, known: Iterable[str]) -> list[str]:

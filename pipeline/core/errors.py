@@ -49,11 +49,12 @@ class NotRehearsedError(UserError):
     """A step could not be simulated, which does not show whether it can be run."""
 
 
-def meant(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """`did you mean 'x'?` with the known name that is most similar to an unknown one; `otherwise` if none is
-    similar."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"did you mean '{close[0]}'?" if close else otherwise
+def meant(name: str, known: Iterable[str], otherwise: str = "", setting: str = "") -> str:
+    """`did you mean 'x'?` with the known name that is most similar to an unknown one, in any case of letters;
+    `otherwise` if none is similar. setting: what stands before it on the command line, with `=`."""
+    written = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(name.lower(), written, n=1, cutoff=0.5)
+    return f"did you mean '{setting}{written[close[0]]}'?" if close else otherwise
 
 
 def raised_at(error: BaseException) -> str:

@@ -37,6 +37,11 @@ launch.mem=-4 -> 'launch.mem': '-4' must be a number of megabytes
 launch={account: 17} -> 'launch.account' is 17 (int): input should be a valid string; write it in quotes.
 launch.environment={A: true} -> write it in quotes.
 train.schedule=linear -> 'cosine' or 'wsd'
+tokenizer.kind=BPE -> 'byte' or 'char'; did you mean 'tokenizer.kind=bpe'?
+shard.sources=[{kind: Files, name: x, paths: [y]}] -> 'hf'; did you mean 'shard.sources.0.kind=files'?
+shard.filters=[Length] -> did you mean 'length'?
+train.lr=many; train.optimizer=Muon -> 2 problems
+train.lr=many; train.optimizer=Muon -> train.optimizer 'Muon' is not known; did you mean 'train.optimizer=muon'? Take
 name=a/b -> name
 train.lr=nan -> train.lr
 train.lr=1e999 -> finite
@@ -116,7 +121,7 @@ train.attention=flash -> train.attention 'flash' is not known. Take auto, sdpa, 
 convert.average=[4, 2] -> [4, 2]: name each step once, in order, and none above train.steps 1000.
 convert.average=[2, 2000] -> [2, 2000]: name each step once, in order, and none above train.steps 1000.
 
-train.optimizer=lion -> train.optimizer 'lion' is not known. Take adamw, muon, or write module:NAME
+train.optimizer=sgd -> train.optimizer 'sgd' is not known. Take adamw, muon, or write module:NAME
 train.optimizer=nowhere.lion:LION -> LION, which cannot be imported (ModuleNotFoundError: No module
 train.optimizer=tests.training.outside:LION -> (AttributeError: module 'tests.training.outside' has no attribute 'LION')
 train.optimizer=tests.training.outside:sgd -> is not an OptimizerKind. Name one

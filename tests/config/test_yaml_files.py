@@ -55,7 +55,9 @@ def test_overrides_that_cannot_be_read(written):
     ("name: x\n".encode("utf-16"), "c.yaml:1: the byte 0xff is not UTF-8"), (b"[" * 20_000, "nested too deeply"),
     (b"name: \x00\n", "position 6"), (b"name: [a\n", 'c.yaml", line 1, column 7'),
     *((b"train: {<<: " + merged + b"}", "for merging, but found") for merged in (b"5", b"[1]", b"[[{steps: 3}]]")),
-    (b"train: [1\n", "not valid YAML"), (b"name: a\ntrain: {}\nname: b\n", "written twice"), (b"- 1\n", "mapping"),
+    (b"train: [1\n", "not valid YAML"),
+    (b"train:\n  steps 5\n\n  lr: 1\n", "look at the line before: a colon"),
+    (b"name: a\ntrain: {}\nname: b\n", "written twice"), (b"- 1\n", "mapping"),
     *((b"name: !!python/" + tag, "constructor for the tag 'tag:yaml.org,2002:python/") for tag in (
         b"name:os.system", b"object/apply:os.system [ls]", b"object/new:x {a: 1}"))])
 def test_files_that_cannot_be_read(written, data, words):
