@@ -2,7 +2,8 @@
 
     drover classifier train --good books/ articles.jsonl --bad web/ --out quality.bin
 
-Paths are files that a source of `kind: files` reads, or folders of them. One document in ten, chosen by the hash of its
+Paths are files that a source of `kind: files` reads, or folders of them; fields that hold HTML are read as with `html:
+fields`. One document in ten, chosen by the hash of its
 text, is not trained on. The model is measured on these: accuracy, and the scores that let 1%, 10% and 30% of the
 bad documents pass. The filter needs `label: good`.
 
@@ -92,12 +93,16 @@ def documents(kind: str, paths: list[str], text_field: str) -> Iterator[str]:
     from drover.pipeline.data.documents import Rejection
     from drover.pipeline.data.reading import unit_documents
     from drover.pipeline.data.sources import input_files, reading_units
+    from drover.pipeline.data.streams import PAGE
 
     files = [f"{path}/**" if Path(path).is_dir() else path for path in paths]
     source = FilesSource(kind="files", name=kind, paths=files, text_field=text_field)
     config = Config(shard=ShardConfig(sources=[source]))
     rejected: list[Rejection] = []
     for payload in reading_units(config.shard, listed_files(input_files(config))):
+        first = next((item for item in unit_documents(payload) if not isinstance(item, Rejection)), None)
+        if first and PAGE.match(first[0].text):
+            payload["source"]["html"] = "fields"
         for item in unit_documents(payload):
             if isinstance(item, Rejection):
                 rejected.append(item)
@@ -119,8 +124,8 @@ def measure(path: Path, held_out: dict[str, list[str]]) -> None:
     say("classifier", f"on {len(good):,} good and {len(bad):,} bad documents that it was not trained on: accuracy "
                       f"{right / (len(good) + len(bad)):.1%} at a score of 0.5")
     rows = [["min_score", "bad that pass", "good that pass"]]
-    for share in PASSING:
-        least = min(1, round(bad[-1 - int(share * len(bad))] + 1e-6, 6))
+    for passing in sorted({int(share * len(bad)) for share in PASSING}):  # of few documents the same for two shares
+        least = min(1, round(bad[-1 - passing] + 1e-6, 6))
         rows.append([f"{least:.6f}", *(f"{(scores >= least).mean():.1%}" for scores in (bad, good))])
     draw(table(rows, rows[0]))
 

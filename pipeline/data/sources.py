@@ -8,6 +8,7 @@ import sysconfig
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import filterfalse, pairwise
 from operator import itemgetter
 from pathlib import Path, PurePath
@@ -27,7 +28,7 @@ from drover.pipeline.config.data import (
 from drover.pipeline.config.shipped import name_of
 from drover.pipeline.core.background import ordered_map
 from drover.pipeline.core.console import first
-from drover.pipeline.core.errors import AbsentInputError, UserError, all_problems, listed
+from drover.pipeline.core.errors import AbsentInputError, UserError, all_problems, listed, refusals
 from drover.pipeline.core.files import Record
 from drover.pipeline.core.folders import matches, once
 from drover.pipeline.data.filters.base import Filter
@@ -309,6 +310,21 @@ def token_files(config: Config) -> list[tuple[str, Path]]:
 def beside(path: Path) -> list[Path]:
     """The files that belong to one and are there."""
     return [other for ending in BESIDE.get(path.suffix, ()) if (other := path.with_suffix(ending)).is_file()]
+
+
+def token_problems(config: Config) -> list[str]:
+    """Why files of tokens cannot be used, by their headers, indexes and sizes."""
+    sources = {source.name: source for source in config.encode.sources}
+    return refusals(*(partial(_refuse_damaged, path, sources[name.partition("/")[0]]) for name, path in token_files(
+        config) if path.suffix in TOKEN_ENDINGS))
+
+
+def _refuse_damaged(path: Path, source: TokenSource) -> None:
+    from drover.pipeline.data.token_files import read_tokens
+
+    is_stated = source.dtype != "auto" or path.with_suffix(".ds.metadata").is_file()
+    if path.suffix != ".arrow" and (is_stated or path.suffix != ".ds"):  # the type of ids is not known yet
+        [*read_tokens(path, 0, 0, source.dtype if is_stated else "uint8", source.column, source.separators)]
 
 
 class TokenUnit(TypedDict):

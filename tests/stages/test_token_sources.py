@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import yaml
 
+from drover.launch.submit import main as submit
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.tokenization.texts import shard_texts
 from drover.pipeline.tokenization.tokenizer import load_tokenizer
@@ -123,6 +124,17 @@ def test_what_cannot_be_is_refused_before_anything_runs(tmp_path, capsys):
         config = token_config(tmp_path, [{"name": "a", "paths": [str(tmp_path / path)]} for path in sources])
         assert run_here("shard", config, *overrides) or run_here("tokenizer", config) or run_here("encode", config) == 2
         assert message in capsys.readouterr().err
+
+
+def test_damaged_headers_are_refused_with_the_plan(tmp_path, capsys):
+    good = nano(tmp_path)
+    np.array([20240520, 1, 9, *range(253)], "<i4").tofile(tmp_path / "b.bin")
+    (tmp_path / "c.npy").write_bytes(b"\x93NUMPY")
+    sources = [{"name": name, "paths": [str(tmp_path / path)]} for name, path in (("b", "b.bin"), ("c", "c.npy"))]
+    plan = "--stage", "all", "--cluster", "local", "--dry-run"
+    error = printed(capsys, submit, token_config(tmp_path, sources), *plan, expect=2)
+    assert "b.bin is cut or not what its name says: its header of llm.c has" in error and "c.npy is cut" in error
+    printed(capsys, submit, token_config(tmp_path, [{"name": "a", "paths": [good]}]), *plan)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import sha256_file
 from drover.pipeline.data.documents import Document
+from drover.tools.classifier import documents as texts_of
 from drover.tools.classifier import main
 from tests.data.filters.test_kinds import MODELS, TWO, made
 from tests.data.planning.staged_corpora import cut_into
@@ -161,6 +162,11 @@ def test_a_model_of_one_s_own_is_made_and_measured(tmp_path, capsys):
     own = scored(tmp_path / "two.bin", "good")
     assert own.score("the sun and the sea") > 0.9 > 0.1 > own.score("the mud and the fog")
     assert "two.bin exists already" in printed(capsys, main, *again, expect=2)
+
+
+def test_pages_are_read_as_shard_reads_them(tmp_path):
+    write_jsonl(tmp_path / "f.jsonl", [{"html": "<html><p>A day at the sea."}] * 2)
+    assert [*texts_of("good", [str(tmp_path / "f.jsonl")], "html")] == ["A day at the sea."] * 2
 
 
 def test_too_few_documents_are_refused(tmp_path, capsys):
