@@ -157,11 +157,13 @@ def consumption_lines(run: Run) -> list[str]:
 
 def order_warning(run: Run, train: Job) -> list[str]:
     """A warning if some steps so far had another order of samples than the present one."""
-    from drover.pipeline.data.sampling.consumption import AS_IF
+    from drover.pipeline.data.sampling.consumption import as_if
 
-    changes = any(change.key.startswith(OF_THE_ORDER) for change in train.state.differences)
-    before = reordered(TrainingRecords(run.own_folder("train")).events)
-    return [f"{'':<9} warning: {AS_IF}"] * bool(changes or before)
+    steps = reordered(TrainingRecords(run.own_folder("train")).events)
+    if any(change.key.startswith(OF_THE_ORDER) for change in train.state.differences) and (
+            newest := newest_checkpoint(run)):
+        steps.append(step_of(newest[0]))
+    return [f"{'':<9} warning: {text}" for text in as_if(steps)]
 
 
 def by_hand(job: Job) -> str:

@@ -27,7 +27,7 @@ from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stage_work import Work, git_state, software_versions
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.errors import UserError, listed
-from drover.pipeline.data.sampling.consumption import AS_IF
+from drover.pipeline.data.sampling.consumption import as_if
 from drover.pipeline.parallel.blocks import choose_attention, choose_flash, compiles, refuse_without_compiler
 from drover.pipeline.parallel.fp8 import fp8_lines, refuse_without_fp8
 from drover.pipeline.parallel.fsdp import InitialValues, drawn, parallelize
@@ -146,8 +146,9 @@ def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
             say(f"plan changed: {text}")
         if many := refuse_beyond(train, data, say):
             recorder.event("many_epochs", step=progress.step, planned_epochs=many)
-        if OTHER_ORDER in plan_changes or ranks.by_leader(lambda: reordered(records.events)):
-            say(f"warning: {AS_IF}")
+        changed_after = ranks.by_leader(lambda: reordered(records.events))
+        for text in as_if(changed_after + [progress.step] * (OTHER_ORDER in plan_changes)):
+            say(f"warning: {text}")
         token_check = TokenCheck(work, ranks, agreement.nodes, batches, recorder) if train.shard_checks else None
         if token_check is None:
             say("token shards are not compared with the encode stage's manifest: train.shard_checks is false")

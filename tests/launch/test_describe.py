@@ -77,15 +77,19 @@ def test_tokens_of_text_that_has_changed_are_not_shown_as_those_of_the_new(tmp_p
     _refuse_plan(run, forced=False)
 
 
+def checkpoint(run, step):
+    folder = run.folder / "train/checkpoints" / checkpoint_name(step)
+    folder.mkdir(parents=True)
+    (folder / "weights").write_bytes(b"w" * 9)
+    write_sealed(folder / MARKER, {"format": FORMAT, "progress": {"step": step},
+                                   "files": [output_record(folder, folder / "weights")]})
+    return folder
+
+
 def test_the_plan_names_the_newest_checkpoint_by_sizes(tmp_path):
     run = run_of(tmp_path)
     assert continued_from(run) == []
-    for step in (2, 4):
-        folder = run.folder / "train/checkpoints" / checkpoint_name(step)
-        folder.mkdir(parents=True)
-        (folder / "weights").write_bytes(b"w" * 9)
-        write_sealed(folder / MARKER, {"format": FORMAT, "progress": {"step": step},
-                                       "files": [output_record(folder, folder / "weights")]})
+    folder = [checkpoint(run, step) for step in (2, 4)][1]
     assert continued_from(run)[0].startswith("start     after step 4, if its checkpoint is valid (sizes are")
     (folder / "weights").write_bytes(b"w")
     assert "after step 2, " in continued_from(run)[0]
@@ -96,11 +100,14 @@ def test_the_plan_warns_where_finished_steps_had_another_order(tmp_path):
 
     def warned(*keys):
         changes = [Difference(key, 1, 2) for key in keys]
-        return bool(order_warning(run, SimpleNamespace(state=SimpleNamespace(differences=changes))))
-    assert warned("config.train.lr", "config.train.mixture.web") and not warned("config.train.lr")
+        return " ".join(order_warning(run, SimpleNamespace(state=SimpleNamespace(differences=changes))))
+    assert not warned("config.train.mixture.web"), "there are no steps of another mixture"
+    checkpoint(run, 8)
+    assert "After step 8 the mixture" in warned("config.train.lr", "config.train.mixture.web")
+    assert not warned("config.train.lr")
     append_line(run.folder / "train/events.jsonl", {
         "event": "plan_changed", "step": 4, "number": 1, "changes": ["train.lr: 1 -> 2", OTHER_ORDER]})
-    assert warned()
+    assert "After step 4 the" in warned() and "After step 4, 8 the" in warned("config.seed")
 
 
 def test_the_plan_leaves_what_a_packing_takes_to_training(tmp_path):

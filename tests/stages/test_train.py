@@ -10,7 +10,7 @@ import yaml
 
 from drover.pipeline.contract.state import PROGRESS, read_state
 from drover.pipeline.core.files import read_json
-from drover.pipeline.data.sampling.consumption import AS_IF
+from drover.pipeline.data.sampling.consumption import as_if
 from drover.pipeline.records.checkpoints import complete_checkpoints
 from drover.pipeline.records.goodput import goodput
 from drover.pipeline.records.metrics import RunFacts
@@ -97,7 +97,7 @@ def test_changed_settings_of_a_begun_run_are_refused_then_accepted_with_a_trace_
     run_with_faults(interrupted, "kill:rank=0,step=12", *changed, "--accept-changes",
                     "train.checkpoint.background=false", expect=-9)
     output = run_train(interrupted, *changed, ranks=2).stdout
-    assert "fp64, as the run started" in output and f"warning: {AS_IF}" in output
+    assert "fp64, as the run started" in output and f"warning: {as_if([8])[0]}" in output
     assert curve(interrupted)[-1]["lr"] == pytest.approx(0.002)  # the new rate's floor
     [resumed] = events(interrupted, "resume")[:1]
     assert resumed["step"] == 8 and "train.lr: 0.01 -> 0.02" in str(resumed["accepted"])

@@ -5,7 +5,7 @@ It needs no torch: the launcher prints it before a job queues.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,14 @@ from drover.pipeline.data.sampling.order import PERIOD, TOGETHER, Order, Pool, i
 
 MANY = 4.0
 """Epochs of a source after which repeating it helps little (Muennighoff et al. 2023): a warning, no error."""
-AS_IF = ("The order of samples changed during training. Tokens and epochs of sources are counted as if the present "
-         "settings had held from step 1.")
-"""A warning of plan, log and report after an accepted change of the mixture, the seed or the tokens."""
+AS_IF = ("After step {reordered} the mixture, the seed or the tokens changed. Tokens and epochs of sources count the "
+         "steps before that as if they had been drawn by the present settings, too.")
+"""A warning of plan, log and report after accepted changes of the order of samples."""
+
+
+def as_if(steps: Sequence[int]) -> list[str]:
+    """The warning about changes of the order after these steps; [] for none."""
+    return [AS_IF.format(reordered=", ".join(f"{step:,}" for step in sorted(set(steps))))] * bool(steps)
 
 
 @dataclass(frozen=True)
