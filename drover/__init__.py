@@ -14,7 +14,10 @@ if sys.version_info < (3, 11):  # noqa: UP036 - whoever has an older one reads t
 
 
 def _explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Name a package that Drover imports and that is not installed, in place of a traceback."""
+    """Name a package that Drover imports and that is not installed, in place of a traceback. After Ctrl-C say that."""
+    if kind is KeyboardInterrupt:
+        sys.stderr.write("\ninterrupted\n")
+        return
     last = trace
     while last is not None and last.tb_next is not None:
         last = last.tb_next

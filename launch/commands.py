@@ -191,7 +191,8 @@ def _why_stopped(run: Path, stages: Sequence[str] = ()) -> int:
         if blamed.isdisjoint(stage.ids) and (row.state in FINISHED or (stages and row.stage not in stages)):
             continue
         for start in [start for start in stage.starts if start.status != "done"][-SHOWN:]:  # elements may be done
-            how = ": ".join(filter(None, (start.status, start.reason))) or "its end is not recorded"
+            how = ": ".join(filter(None, (start.status.replace("preempted", "stopped"), start.reason))) or (
+                "its end is not recorded")
             rank = re.search(r"\branks? (\d+)", start.reason)
             folder = start.logs(run)
             number = int(rank[1]) if rank else 0

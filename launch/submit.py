@@ -45,7 +45,7 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.entry import clear_done
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import parse_stages
-from drover.pipeline.contract.state import STOP, now
+from drover.pipeline.contract.state import LOCAL, STOP, now
 from drover.pipeline.core.console import RUNS, Parser, Program, counted, echo
 from drover.pipeline.core.errors import UserError, absent, all_problems
 
@@ -93,7 +93,7 @@ def _launch(options: argparse.Namespace) -> int:
     refuse_unusable_places(config, options.config)
     run = Run(config)
     requested = Options(cluster, options.config, tuple(overrides(options)), options.force, options.accept_changes,
-                        machine, chain=f"local-{now()}")
+                        machine, chain=f"{LOCAL}{now()}")
     if local:
         where += f"; {machine.cores} cores, {counted(machine.gpus, 'GPU')}"
     else:

@@ -60,7 +60,7 @@ class Decision:
     final: bool = False
 
 
-STOPPED = Decision("stop", "preempted", "a request to end came (cancelled, or at its time limit)")
+STOPPED = Decision("stop", "preempted", "a request to end came (Ctrl-C, a cancelled job or its time limit)")
 
 
 def decide(outcome: Outcome, spec: JobSpec) -> Decision:

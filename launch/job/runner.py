@@ -367,8 +367,8 @@ class Runner:
                             attempt=self.number)
         if decision.action == "stop":
             self._say_last_lines()
-        done = decision.status == "done"
-        self.say(f"{self.spec.stage} {'is done' if done else f'{decision.status}: {decision.reason}'}", quiet=True)
+        done, how = decision.status == "done", decision.status.replace("preempted", "stopped")
+        self.say(f"{self.spec.stage} {'is done' if done else f'{how}: {decision.reason}'}", quiet=True)
         if (done or decision.final) and not self.stopping:
             self._remove_later_links(done=done)
         return decision

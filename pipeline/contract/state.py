@@ -37,6 +37,10 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of torch.distributed, which the launcher sets for each rank."""
 
 
+LOCAL = "local-"
+"""How the chain of a command on this machine begins."""
+
+
 @dataclass(frozen=True)
 class StageJob:
     """A start of a stage by the launcher.
@@ -49,6 +53,11 @@ class StageJob:
     chain: str = ""
     start: int = 0
     ranks: int = 0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a command on this machine started it, of which the user sees the terminal."""
+        return self.chain.startswith(LOCAL)
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))

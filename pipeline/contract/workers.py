@@ -30,6 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from drover.pipeline.contract.state import this_job
 from drover.pipeline.core.background import end_with_parent
 from drover.pipeline.core.console import Say
 from drover.pipeline.core.errors import UserError
@@ -89,6 +90,11 @@ class Stopped(BaseException):  # not an error: `except Exception` must not catch
         self.facts = facts
 
 
+def cause_of(signal_name: str) -> str:
+    """The name of a signal, or that the user sent it: a command on this machine passes Ctrl-C on as SIGTERM."""
+    return "interrupted by the user" if signal_name == "SIGTERM" and this_job().is_local else signal_name
+
+
 class StopRequest:
     """The requests that this process receives between `__enter__` and `__exit__`.
 
@@ -133,8 +139,8 @@ class StopRequest:
 
     @property
     def reason(self) -> str:
-        """The names of the signals."""
-        return " and ".join(sorted(self._requests))
+        """The names of the signals, or who sent them."""
+        return " and ".join(sorted(map(cause_of, self._requests)))
 
     @property
     def again(self) -> bool:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.config.kinds import Kind
 from drover.pipeline.contract.state import STOP
-from drover.pipeline.contract.workers import StopRequest
+from drover.pipeline.contract.workers import StopRequest, cause_of
 
 if TYPE_CHECKING:
     from drover.pipeline.parallel.ranks import Ranks
@@ -202,6 +202,7 @@ class StopAgreement(StopRequest, Hook):
             return self._file_text
         if cause == "time":
             return f"train.stop_after_minutes={self._minutes:g}"
+        cause = cause_of(cause)
         return cause if count == self.ranks.world else f"{cause} on {count} of {self.ranks.world} ranks"
 
     def _check_file_and_clock(self) -> None:

@@ -11,6 +11,7 @@ from drover.pipeline.contract.state import PROGRESS, Progress, read_state
 from drover.pipeline.core.files import read_json
 from tests.contract.conftest import ended
 from tests.stages.training import is_running
+from tests.stand_ins import in_chain
 from tests.waiting import wait_for
 
 
@@ -48,11 +49,13 @@ def test_before_a_time_limit_units_that_run_may_end_and_no_others_begin(twelve, 
 
 
 def test_a_stop_between_units_and_commit(twelve):
-    """Before a limit nothing is left but to commit; who is asked to end does not."""
-    for request, status in ((signal.SIGTERM, 130), (signal.SIGUSR2, 0)):
+    """Before a limit nothing is left but to commit; who is asked to end does not. The launcher passes Ctrl-C on."""
+    for request, status, job, reason in (
+            (signal.SIGTERM, 130, (), "SIGTERM"), (signal.SIGTERM, 130, in_chain("local-1"), "interrupted by the user"),
+            (signal.SIGUSR2, 0, (), "")):
         twelve.gate.unlink(missing_ok=True)
         twelve.log.unlink(missing_ok=True)
-        process = twelve.start(AFTER="1", GRACE="100")
+        process = twelve.start(*job, AFTER="1", GRACE="100")
         wait_for(lambda: twelve.tasks()[None], of=process)
         process.send_signal(request)
         if status == 0:
@@ -60,7 +63,7 @@ def test_a_stop_between_units_and_commit(twelve):
         ended(process, status)
         state = read_state(twelve.folder)
         assert (state.status == "done") == (read_manifest(twelve.folder) is not None) == (status == 0)
-        assert status == 0 or state.reason == "SIGTERM"
+        assert state.reason == reason
 
 
 @pytest.mark.parametrize(("element", "file"), [([], "STATE.json"), (["--element", "a"], "units/claims/a.json")])
