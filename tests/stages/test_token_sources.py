@@ -126,6 +126,14 @@ def test_what_cannot_be_is_refused_before_anything_runs(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+def test_documents_of_tokens_are_traced_by_key(tmp_path, capsys):
+    config = token_config(tmp_path, [{"name": "a", "paths": [nano(tmp_path)]}])
+    stages(config)
+    for name in ("a.bin:3", "t:3"):
+        assert "The documents of a came as tokens, without an id" in printed(
+            capsys, trace, tmp_path / "runs/mini", "--id", name, expect=2)
+
+
 def test_damaged_headers_are_refused_with_the_plan(tmp_path, capsys):
     good = nano(tmp_path)
     np.array([20240520, 1, 9, *range(253)], "<i4").tofile(tmp_path / "b.bin")

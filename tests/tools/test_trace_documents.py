@@ -113,6 +113,14 @@ def test_documents_by_id_and_by_key(capsys, plain, traced):
     assert re.search(r"  id notes.txt:\d+\n", shown)
 
 
+def test_several_ids_are_searched_at_once(capsys, plain):
+    """Of those that steps read, those that were left out, and those that nobody knows."""
+    found = answer(capsys, plain, "--id", "p50", "--id", "p20", "--id", "notes/notes.txt:8", "--id", "p70")
+    assert {document["id"] for document in found["documents"]} == {"p50", "notes.txt:8"}
+    assert [own["id"] for own in found["left_out"]] == ["p20", "p70"]
+    assert "with the id p20x, p50x is" in answer(capsys, plain, "--id", "p50x", "--id", "p3", "--id", "p20x", expect=2)
+
+
 def test_a_validation_document_and_one_whose_text_is_gone(capsys, tmp_path, plain, traced):
     shard = traced.parent / "runs/mini/shard"
     held = next(read_shard(shard, shard_records(read_manifest(shard), "validation")[0]))

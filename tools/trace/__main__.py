@@ -3,7 +3,7 @@
     drover trace runs/demo --step 120 --text
     drover trace runs/demo --samples 304 320 --text
     drover trace runs/demo --document 1f3a9c04
-    drover trace runs/demo --id pages.jsonl:17
+    drover trace runs/demo --id pages.jsonl:17 --id https://example.org/a
 
 Nothing is stored for this: the order of samples is a function of the sample number, and is computed again. For a
 document it is computed for every sample: 100 million in about a minute.
@@ -26,8 +26,9 @@ def add_options(parser: Parser) -> None:
     what.add_argument("--samples", type=int, nargs=2, metavar=("FIRST", "END"),
                       help="samples [FIRST, END) instead of a step, e.g. those that a rollback left out")
     what.add_argument("--document", metavar="KEY", help="the document with this key, or with these first digits")
-    what.add_argument("--id", help="documents with this id: one of their own, file:record or file@offset, or a page's "
-                                   "URL; reads the text shards, and what is listed of the others")
+    what.add_argument("--id", action="append", help="documents with this id: one of their own, file:record or "
+                      "file@offset, or a page's URL (may be given several times); searches the text shards, and what "
+                      "is listed of the others")
     parser.add_argument("--text", action="store_true", help="print the text of each piece or document")
     add_json(parser)
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import re
 import sys
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.contract.run import Run
@@ -189,9 +191,10 @@ def _origin_of(document: Document | None) -> dict[str, Any]:
     return _origin(document.id, document.place, document.meta) if document else _origin(None)
 
 
-def _has_name(name: str, own: Record) -> bool:
-    """Whether one of a document's own names is meant, alone or after the source's, as messages of shard write it."""
-    return any(name in (own[kind], f"{own['source']}/{own[kind]}") for kind in _origin(None))
+def _names(own: Record) -> set[str]:
+    """A document's own names, alone and after the source's, as messages of shard write them."""
+    names = {own[kind] for kind in _origin(None) if own[kind]}
+    return names | {f"{own['source']}/{name}" for name in names}
 
 
 def _as_text(origin: Mapping[str, Any]) -> str:
@@ -205,14 +208,17 @@ def show_documents(search: Search, options: argparse.Namespace) -> None:
     Raises:
         UserError: there is no such document, or the options make no sense.
     """
-    texts = search.texts_of_id(options.id) if options.document is None else {}
-    keys = [*texts] if options.document is None else [_prefix(options.document)]
-    is_encoded = options.document is not None or search.run.manifest("encode") is not None
-    documents = [document for key in keys for document in search.with_key(key)] if is_encoded else []
-    if not documents and options.document is not None:
+    names = {*(options.id or ())}
+    texts = search.texts_of(names)
+    keys = [*texts] if names else [_prefix(options.document)]
+    is_encoded = not names or search.run.manifest("encode") is not None
+    encoded = {key: search.with_key(key) if is_encoded else [] for key in keys}
+    documents = [document for own in encoded.values() for document in own]
+    if not documents and not names:
         raise UserError(f"No document whose key begins with {', '.join(keys)} is in the token shards of "
                         f"{search.folder}.")
-    left_out = [] if documents else [*texts.values()] or search.left_out(options.id)
+    missing = names.difference(*map(_names, texts.values()))
+    left_out = [own for key, own in texts.items() if not encoded[key]] + search.left_out(missing)
     traced = search.traced(documents, text=options.text) if documents else []
     if options.json:
         steps = {"steps_done": search.steps.done, "steps_planned": search.steps.planned} if is_encoded else {}
@@ -237,6 +243,14 @@ def _digits(key: str) -> str:
     return key.partition("-")[0]
 
 
+def _holds(path: Path, texts: Sequence[bytes]) -> bool:
+    """Whether one of some texts occurs in a file; true of one that cannot be mapped."""
+    if not path.is_file() or not path.stat().st_size:
+        return True
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return any(data.find(text) >= 0 for text in texts)
+
+
 class Search:
     """Finds documents of a run, and the samples that have a part of them."""
 
@@ -257,32 +271,39 @@ class Search:
         """Where the token shards are."""
         return self.steps.history.work.input("encode")[0]
 
-    def texts_of_id(self, name: str) -> dict[str, Record]:
-        """The documents with this id by their keys, as `left_out` gives them: all text shards are read."""
+    def texts_of(self, names: set[str]) -> dict[str, Record]:
+        """The documents with these ids by their keys, as `left_out` gives them. Text shards are read if one of the
+        names occurs in them."""
         self.run.finished("shard")
+        forms = [orjson.dumps(name)[1:-1] for own in names for name in (own, own.partition("/")[2]) if name]
         result = dict[str, Record]()
-        with ProgressBar("trace", f"search for {name}", len(self.text_records), "text shards", sys.stderr) as progress:
-            for path, record in self.text_records.items():
-                for document in read_shard(self.texts, record):
+        records = self.text_records if names else {}
+        with ProgressBar("trace", "search", len(records), "text shards", sys.stderr) as progress:
+            for path, record in records.items():
+                for document in read_shard(self.texts, record) if _holds(self.texts / path, forms) else ():
                     own: Record = {"source": document.source, **_origin_of(document)}
-                    if _has_name(name, own):
+                    if names & _names(own):
                         key = _digits(document.key)
                         result[key] = {**own, "reason": f"it is in {path} with the key {key}, and encode has made no "
                                        f"tokens of it yet"}
                 progress.advance()
         return result
 
-    def left_out(self, name: str) -> list[Record]:
-        """The documents with this id that are in no text shard: source, id, place, url, and the reason.
+    def left_out(self, names: set[str]) -> list[Record]:
+        """The documents with these ids that are in no text shard: source, id, place, url, and the reason.
 
         Raises:
-            UserError: no record of the stage names one.
+            UserError: no record of the stage names one of them.
         """
-        if result := [own for own in self._listed() if _has_name(name, own)]:
-            return result
-        raise UserError(f"No document with the id {name} is in the text shards of {self.texts}. rejected.jsonl, "
-                        f"dropped/ and duplicates/ there do not name it either; the last two are written with "
-                        f"shard.keep_dropped: true. If it is new, it came after the stage shard.")
+        result = [own for own in self._listed() if names & _names(own)] if names else []
+        if missing := names.difference(*map(_names, result)):
+            tokens = [source.name for source in self.run.config.encode.sources]
+            raise UserError(f"No document with the id {', '.join(sorted(missing))} is in the text shards of "
+                            f"{self.texts}. rejected.jsonl, dropped/ and duplicates/ there do not name it either; the "
+                            f"last two are written with shard.keep_dropped: true. If it is new, it came after the "
+                            f"stage shard." + f" The documents of {', '.join(tokens)} came as tokens, without an id: "
+                            f"--document finds them by their keys." * bool(tokens))
+        return result
 
     def _listed(self) -> Iterator[Record]:
         from pyarrow import parquet
