@@ -216,7 +216,9 @@ class ProgressBar(LiveLine):
     def look(self) -> tuple[float, str]:
         """What is shown."""
         made = self.done - self.first
-        pace = f"{duration(self.left_s)} to go  {made / self._elapsed_s:.1f}/s" if made else duration(self._elapsed_s)
+        rate = made / self._elapsed_s
+        speed = f"{rate:.1f}/s" if rate >= 0.1 else f"{60 * rate:.2g}/min"
+        pace = f"{duration(self.left_s)} to go  {speed}" if made else duration(self._elapsed_s)
         return self.done / max(1, self.total), f"{self._counted}  {pace}"
 
     def already(self, count: int) -> None:

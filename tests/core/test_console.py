@@ -154,6 +154,13 @@ def test_in_a_log_progress_is_a_line_now_and_then(clock, capsys):
         "encode    shards: 23/40 units  1 m 08 s to go  0.2/s", "encode    shards: 24/40 units in 16 s"]
 
 
+def test_a_low_rate_is_not_shown_as_none(clock, capsys):
+    with ProgressBar("encode", "shards", 3, "units") as bar:
+        clock[0] += 300
+        bar.advance()
+    assert "shards: 1/3 units  10 m 00 s to go  0.2/min\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("columns", "bar", "figures"), [
     (20, "", "shards: 1/"), (40, "", "shards: 1/4 [b]units"), (60, "", "shards: 1/4 [b]units  3.0 s to go  1.0/s"),
     (71, "━━╸━━━━━━━  ", "shards: 1/4 [b]units  3.0 s to go  1.0/s"),
