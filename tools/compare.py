@@ -16,7 +16,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby, islice
 from operator import attrgetter
 from pathlib import Path
@@ -85,7 +86,8 @@ def work(options: argparse.Namespace) -> None:
     go_offline()  # before anything imports the libraries that look for it
     refuse_low(options, "limit", "batch", "length")
     if not options.tasks and options.validation is None:
-        raise UserError("There is nothing to measure: give --tasks, --validation or both.")
+        raise UserError("There is nothing to measure: give --tasks, --validation or both, such as --validation RUN "
+                        "for bits per byte of that run's validation text (drover compare A B --validation A).")
     tasks = tasks_named(options.tasks, options.task_folders, "--tasks")
     if problems := [problem for task in tasks for problem in task.problems()]:
         raise UserError(listed(problems))
@@ -110,20 +112,22 @@ def work(options: argparse.Namespace) -> None:
     try:
         results = dict[str, dict[str, TaskResult]]()
         for name, path in paths.items():
-            if ranks.is_rank_zero:
-                echo(f"measuring {name}", file=sys.stderr)
             opened = open_model(path, ranks.device, getattr(torch, options.dtype), ranks=ranks)
             try:
                 model = HarnessModel(opened, batch=options.batch, length=options.length, ranks=ranks)
             except UserError as error:
                 raise UserError(f"{path}: {error}") from None
-            if ranks.is_rank_zero:
-                model.watch = watch_of("compare", name, sys.stderr)
-            results[name] = {task.name: measure_task(model, task, options.limit, bootstrap_iters, Path(os.devnull))
-                             for task in tasks}
+            measures: dict[str, Callable[[], TaskResult]] = {task.name: partial(
+                measure_task, model, task, options.limit, bootstrap_iters, Path(os.devnull)) for task in tasks}
             if validation is not None:
-                results[name][f"validation text of {validation.config.name}"] = validation_result(
-                    model, validation, options.limit)
+                measures[f"validation text of {validation.config.name}"] = partial(
+                    validation_result, model, validation, options.limit)
+            results[name] = {}
+            for what, measure in measures.items():
+                if ranks.is_rank_zero:
+                    echo(f"measuring {name}: {what}", file=sys.stderr)
+                    model.watch = watch_of("compare", f"{name}, {what}", sys.stderr)
+                results[name][what] = measure()
         scores = [rounded(row) for row in rows(results)]
         made = {"format": FORMAT, "models": {name: str(path) for name, path in paths.items()},
                 "dtype": options.dtype, "window": options.length, "limit": options.limit,

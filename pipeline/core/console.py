@@ -51,12 +51,13 @@ def can_draw(stream: IO[str]) -> bool:
 
 
 def screen_of(stream: IO[str]) -> Console:
-    """rich's console of a stream. It takes no word of a text for a command of its own. What is no terminal has no
-    width, so that no table is folded there."""
+    """rich's console of a stream. It takes no word of a text for a command of its own. What is no terminal has only the
+    width that COLUMNS gives, so that no table is folded there without it."""
     from rich.console import Console
 
     # Not by rich's own judgement: FORCE_COLOR would put colours into logs.
-    return Console(file=stream, force_terminal=can_draw(stream), width=None if stream.isatty() else 100_000,
+    width = None if stream.isatty() or "COLUMNS" in os.environ else 100_000
+    return Console(file=stream, force_terminal=can_draw(stream), width=width,
                    soft_wrap=True, markup=False, emoji=False, highlight=False)
 
 

@@ -205,6 +205,10 @@ def test_tables_take_names_literally_and_fit_a_terminal_but_not_a_pipe(monkeypat
     draw(table_of(rows, ["count"], ["red", ""]))
     lines = re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue()).splitlines()
     assert max(map(len, lines)) <= 80 and re.match(r"a long \[red\] name \\x1b\[2J", lines[1])
+    monkeypatch.setattr(sys, "stdout", pipe := io.StringIO())
+    monkeypatch.setenv("COLUMNS", "80")
+    draw(table_of(rows, ["count"]))
+    assert pipe.getvalue().splitlines() == [*map(str.rstrip, lines)]
 
 
 def test_nothing_is_claimed_of_what_failed(clock, capsys):

@@ -233,8 +233,7 @@ train     nodes n[1-4], loss 4.8000, tokens/s 11,860, goodput 93.4%, restarts 1
 """
 
 
-def test_a_chain_that_runs(run, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")  # of no terminal: nothing is folded
+def test_a_chain_that_runs(run, capsys):
     run.training()
     run.attempt("attempt", "train", "16", ranks=4, nodes=["n3"])
     run.attempt("ended", "train", "16", status="crashed", reason="rank 2 on n3 was killed by signal 9")

@@ -101,11 +101,13 @@ def test_models_of_any_form_are_compared_with_the_first(home, capsys, hub):  # n
 def test_what_cannot_be_compared_is_refused(home, arguments, message, capsys):
     output = compared(home, capsys, *shlex.split(arguments.format(home=home)), expect=2)
     assert message.format(home=home) in output
-    assert ("measuring" in output) == ("--length" in arguments or "--validation" in arguments), "refused before"
+    assert ("measuring" in output) == ("--validation" in arguments), "refused before"
 
 
 def test_one_model_has_scores_and_nothing_to_compare(home, capsys):
-    lines = compared(home, capsys, home / "hf", "--tasks", "capitals").splitlines()
+    assert main([str(home / "hf"), "--tasks", "capitals", "--task-folders", str(home / "tasks")]) == 0
+    lines, progress = map(str.splitlines, capsys.readouterr())
+    assert progress[0] == f"measuring {home}/hf: capitals"
     assert next(line.split() for line in lines if line.startswith("model")) == ["model", "score", "std.", "error"]
     assert "intervals" not in "\n".join(lines)
 
