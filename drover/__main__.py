@@ -20,6 +20,7 @@ COMMANDS = {
     "why": ("launch.commands:why", "show why a stage is up to date or out of date"),
     "explain": ("launch.commands:explain", "show what a setting means, its type, default and value"),
     "chat": ("tools.chat:main", "generate text with a model: continue prompts, or chat"),
+    "evaluate": ("pipeline.watch:main", "score a run's checkpoints while it trains, or afterwards"),
     "compare": ("tools.compare:main", "compare models on the same items"),
     "weights": ("tools.weights:main", "convert weights between Drover's and Hugging Face's form"),
     "classifier": ("tools.classifier:main", "train a model that scores documents"),

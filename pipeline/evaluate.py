@@ -37,17 +37,19 @@ class Cached:
     """Results of the stage, each written when it is measured, under a hash of its inputs. A kill, a failed task or
     another list of tasks loses no finished result. All ranks call the methods together.
 
+    Args:
+        folder: of the results.
+
     Attributes:
         seconds: the time that each part took when it was measured.
     """
 
-    def __init__(self, work: Work, ranks: Ranks) -> None:
+    def __init__(self, work: Work, ranks: Ranks, folder: Path) -> None:
         from drover.pipeline.contract.run import code_hashes
         from drover.pipeline.contract.stages import STAGES
-        from drover.pipeline.contract.workers import TASKS
         from drover.pipeline.evaluation.results import library_versions
 
-        self.ledger = Ledger(work.folder / TASKS / "measured")
+        self.ledger = Ledger(folder)
         self.work = work
         self.ranks = ranks
         self.seconds: dict[str, float] = {}
@@ -96,9 +98,10 @@ class Cached:
 def evaluate(work: Work) -> None:
     """Measure everything that is configured and commit results.json."""
     go_offline()  # before anything imports the libraries that look for it
+    from drover.pipeline.contract.workers import TASKS
     from drover.pipeline.data.token_shards import ShardTable
     from drover.pipeline.evaluation.results import as_json, figures, summary, validation_results
-    from drover.pipeline.evaluation.validation import compare, measure_validation
+    from drover.pipeline.evaluation.validation import compare
     from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
     from drover.pipeline.records.checkpoints import step_of
     from drover.pipeline.training.data import download_once_per_node
@@ -113,19 +116,18 @@ def evaluate(work: Work) -> None:
         table = ShardTable.of(work.input("encode")[1].outputs)
         download_once_per_node(work, table, table.rows("validation").tolist(), ranks)
         inputs = work.check(_files_of_rank(work, ranks, table))
-        opened = _load(work, ranks)
+        opened = load(work, ranks, work.input("convert")[0] / "hf",
+                      "The stage convert made them: run it again with --force.")
         length = settings.sequence_length or opened.config.context_length
-        cached = Cached(work, ranks)
+        cached = Cached(work, ranks, work.folder / TASKS / "measured")
         of_baselines = ("baselines", ("shard", "encode"), ("validation_tokens", "compressed_mb"))
         due = ranks.is_rank_zero and cached.record(*of_baselines) is None
         baselines = background.submit(compare, work) if due else Future[Any]()  # without a result, which is not read
-        validation = cached.get("validation text", ("encode", "convert"), (
-            "validation_tokens", "sequence_length", "dtype"),
-            lambda: measure_validation(work, ranks, opened, length, cached.watch("validation text")))
+        validation = measure_text(work, ranks, cached, opened, length)
         continuations = cached.get("continuations", ("tokenizer", "convert"), (
             "prompts", "prompt_tokens", "temperature", "top_p", "dtype"),
             lambda: continue_prompts(work, ranks, opened))
-        tasks = measure_tasks(work, ranks, cached, opened, length)
+        tasks = measure_tasks(work, ranks, cached, opened, length, work.folder / "lm_eval.log")
         if settings.contamination:
             search_items(work, ranks, cached, tasks)
         try:
@@ -146,8 +148,8 @@ def evaluate(work: Work) -> None:
                 "validation_bytes": total["bytes"], "tasks": len(tasks), "ranks": ranks.world,
                 "dp_shard": opened.placed.shards, "device": str(ranks.device.type), "device_name": ranks.device_name,
                 "seconds": cached.seconds})
-            checkpoint = Path(work.input("convert")[1].counts["checkpoint"])
-            log_results(work, {"step": step_of(checkpoint), **figures(results)})
+            step = step_of(Path(work.input("convert")[1].counts["checkpoint"]))
+            log_results(work, {"step": step, **figures(results)}, after=step)
         ranks.barrier()  # the others end when the stage is committed
     finally:
         background.shutdown(wait=False)
@@ -178,8 +180,9 @@ def _refuse_changed_inputs(ranks: Ranks, inputs: InputCheck, cached: Cached) -> 
         raise UserError(problems[0])
 
 
-def _load(work: Work, ranks: Ranks) -> OpenedModel:
-    """The exported model, whole or sharded over ranks, and its tokenizer."""
+def load(work: Work, ranks: Ranks, path: Path, advice: str) -> OpenedModel:
+    """The model of the run at `path`, whole or sharded over ranks, and its tokenizer. advice: for weights that cannot
+    be read."""
     import torch
 
     from drover.pipeline.evaluation.open_model import open_model
@@ -191,15 +194,25 @@ def _load(work: Work, ranks: Ranks) -> OpenedModel:
                         f"{counted(ranks.world, 'rank')} of the stage. Give another, or null.")
     tokenizer = load_tokenizer(work.input("tokenizer")[0])
     try:
-        return open_model(work.input("convert")[0] / "hf", ranks.device, getattr(torch, settings.dtype),
-                          tokenizer=tokenizer, ranks=ranks, dp_shard=settings.dp_shard, say=work.say)
+        return open_model(path, ranks.device, getattr(torch, settings.dtype), tokenizer=tokenizer, ranks=ranks,
+                          dp_shard=settings.dp_shard, say=work.say)
     except UserError as error:
-        raise UserError(f"{error} The stage convert made them: run it again with --force.") from error
+        raise UserError(f"{error} {advice}") from error
 
 
-def measure_tasks(work: Work, ranks: Ranks, cached: Cached, opened: OpenedModel, length: int
+def measure_text(work: Work, ranks: Ranks, cached: Cached, opened: OpenedModel, length: int) -> dict[str, Any]:
+    """The loss on validation text. length: tokens per window."""
+    from drover.pipeline.evaluation.validation import measure_validation
+
+    return cached.get("validation text", ("encode", "convert"), ("validation_tokens", "sequence_length", "dtype"),
+                      lambda: measure_validation(work, ranks, opened, length, cached.watch("validation text")))
+
+
+def measure_tasks(work: Work, ranks: Ranks, cached: Cached, opened: OpenedModel, length: int, log: Path
                   ) -> dict[str, TaskResult]:
     """Results of the configured lm-evaluation-harness tasks. Each result is kept as soon as it is measured.
+
+    log: the harness's output and messages are appended to this file.
 
     Raises:
         UserError: tasks failed; it names each of them with the reason. All other tasks are measured before.
@@ -210,7 +223,6 @@ def measure_tasks(work: Work, ranks: Ranks, cached: Cached, opened: OpenedModel,
     from drover.pipeline.evaluation.harness import HarnessModel, measure_task
 
     settings = work.config.evaluate
-    log = work.folder / "lm_eval.log"
     results: dict[str, TaskResult] = {}
     failed = list[str]()
     model = HarnessModel(opened, batch=settings.batch, length=length, ranks=ranks)
@@ -227,7 +239,7 @@ def measure_tasks(work: Work, ranks: Ranks, cached: Cached, opened: OpenedModel,
             failed.append(str(error))
     if failed:
         raise UserError(f"{listed(failed)}\nAll other results are kept ({', '.join(cached.seconds)}). Correct the "
-                        f"task, or leave it out of evaluate.tasks, and run the stage again; {log} has the details.")
+                        f"task, or leave it out of evaluate.tasks, and give the command again; {log} has the details.")
     return results
 
 

@@ -192,6 +192,7 @@ REFUSED = {program: (arguments, said) for program, arguments, said in table(f"""
     benchmarks.gpu -> --only nope -> invalid choice: 'nope'
     benchmarks.data -> --vocab x -> invalid int value: 'x'
     benchmarks.sizes -> --files x -> invalid int value: 'x'
+    drover.pipeline.watch -> nope -> {NO_RUN}
     drover.tools.audit -> nope -> {NO_RUN}
     drover.tools.chat -> nope x -> {NO_RUN}
     drover.tools.classifier -> train --good x --bad x --out {CONFIG} -> exists already

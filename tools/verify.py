@@ -46,6 +46,7 @@ from drover.pipeline.core.files import (
     seal_of,
     sealing,
 )
+from drover.pipeline.evaluation.checkpoint_scores import SCORES
 from drover.pipeline.records.checkpoints import (
     CHECKPOINTS,
     MARKER,
@@ -212,9 +213,9 @@ STAGE_FILES: tuple[tuple[str, Callable[..., str] | str, str], ...] = (
     ("packing/.*", check_plan, "Delete it: training makes it again"),
     (rf"({PROGRESS}|(metrics|samples|events)\.jsonl|({SENT}|hangs|profile)/.*|(?!{CHECKPOINTS}/).*\.(log|txt|err|out))",
      LOGS, ""),
-    (rf"{TASKS}/.*\.jsonl", check_ledger, "Delete it: the stage repeats what it needs"),
-    (rf"{TASKS}/.*|[^/]*\.json", check_seal, "Restore it from a copy. Without one, delete it: the stage writes what it "
-                                             "can"))
+    (rf"({TASKS}|{SCORES})/.*\.jsonl", check_ledger, "Delete it: the stage repeats what it needs"),
+    (rf"({TASKS}|{SCORES})/.*|[^/]*\.json", check_seal, "Restore it from a copy. Without one, delete it: the stage "
+                                                        "writes what it can"))
 """Files in a stage's folder that its records do not list: a pattern of their paths, how they are checked or what is
 noted, and what to do if there is a problem. The first that fits holds."""
 OTHER_FILES: tuple[tuple[str, Callable[..., str] | str, str], ...] = (

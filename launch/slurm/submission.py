@@ -84,7 +84,7 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
                     f"in the section `launch` (`drover explain launch`)")
     make_folder(run.folder)
     # From here until everything is recorded, or this process ends, no other process can submit this run.
-    held = lock(run.folder, "submission", f"the submission of {run.folder}")
+    held = lock(run.folder, "submission", "The submission")
     _refuse_queued(run)
     if rehearse or (rehearse is None and worth_rehearsing(config, jobs)):
         rehearse_training(run, jobs, options)  # last, because it may take some minutes

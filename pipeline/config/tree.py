@@ -57,6 +57,10 @@ class EvaluateConfig(Section):
     1, all weights on each rank, if they take at most 60% of the free memory of the rank that has least (of its GPU, or
     its share of the host's); else as few ranks as hold them so. Results are bit-identical. Generation is slow with
     sharded weights: each new token all-gathers all of them once."""
+    every: PositiveInt | None = execution(None)
+    """Steps between two checkpoints that `drover evaluate RUN --watch` scores while training continues; null: none. A
+    multiple of train.checkpoint.every_steps. Training keeps these checkpoints until they were scored, so without that
+    program it keeps all of them."""
     tasks: list[str] = []
     """Names of lm-evaluation-harness tasks, found under `task_folders`."""
     task_folders: list[LocalPath] = execution(["configs/tasks"])

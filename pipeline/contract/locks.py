@@ -70,7 +70,7 @@ def lock(folder: Path, name: str, what: str = "", *, shared: bool = False) -> IO
     """Lock a stage of the run in `folder` until the file is closed or this process ends.
 
     Args:
-        what: the stage in words, if `name` is not its name.
+        what: what is locked, in words, if it is not the stage of this name.
         shared: for reading the stage. Several processes may read it at once, and none rebuilds it meanwhile.
 
     Returns:
@@ -86,7 +86,7 @@ def lock(folder: Path, name: str, what: str = "", *, shared: bool = False) -> IO
         if shared and (isinstance(error, PermissionError) or error.errno == errno.EROFS):
             return open(os.devnull, encoding="utf-8")
         raise
-    return _take(file, folder, what or name, shared=shared)
+    return _take(file, folder, name, what, shared=shared)
 
 
 def _open(folder: Path, name: str) -> IO[str]:
@@ -95,7 +95,7 @@ def _open(folder: Path, name: str) -> IO[str]:
     return open(path, "a+", encoding="utf-8")
 
 
-def _take(file: IO[str], folder: Path, what: str, *, shared: bool) -> IO[str]:
+def _take(file: IO[str], folder: Path, name: str, what: str = "", *, shared: bool) -> IO[str]:
     """Lock an open file, or change its lock to the other kind."""
     if file.name == os.devnull:
         return file
@@ -113,9 +113,9 @@ def _take(file: IO[str], folder: Path, what: str, *, shared: bool) -> IO[str]:
             # At the first attempt, the holder may have been killed a moment ago and not look like it yet.
             if (looks > 1 and not going) or time.monotonic() > until:
                 file.close()
-                raise in_use(folder, what, holder) from None
+                raise in_use(folder, name, holder, what) from None
             if going and not waited:
-                say(what, f"waits for the end of {holder}")
+                say(name, f"waits for the end of {holder}")
             waited = waited or going
             time.sleep(0.5)
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -126,10 +126,10 @@ def _take(file: IO[str], folder: Path, what: str, *, shared: bool) -> IO[str]:
     return file
 
 
-def in_use(folder: Path, what: str, holder: str) -> UserError:
+def in_use(folder: Path, stage: str, holder: str, what: str = "") -> UserError:
     """The error for a process that has to be alone."""
-    return UserError(f"The stage {what} of {folder} is in use by {holder}. Wait for it, or stop it first; or use "
-                     f"name=<another> for a run of its own.")
+    return UserError(f"{what or f'The stage {stage}'} of {folder} is in use by {holder}. Wait for it, or stop it "
+                     f"first; or use name=<another> for a run of its own.")
 
 
 def _is_ending(holder: str) -> bool:

@@ -52,16 +52,31 @@ DEFINITIONS = {
 def validation_results(measured: Mapping[str, Any], baselines: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     """The section `validation` of results.json. measured: of `measure_validation`; baselines: of `compare`."""
     sources = measured["sources"]
-    total = {key: sum(counts[key] for counts in sources.values()) for key in next(iter(sources.values()))}
+    total = _total(sources)
     of_total = baselines[OVERALL] if len(sources) > 1 else next(iter(baselines.values()))
     return {"sources": {name: _validation_entry(counts, baselines[name]) for name, counts in sources.items()},
             "overall": _validation_entry(total, of_total),
             **{name: part for name, part in measured.items() if name != "sources"}}
 
 
+def bits_per_byte(sources: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Bits per byte of all sources under OVERALL and, if there are several, of each. sources: of `measure_validation`.
+    """
+    entries = {OVERALL: _total(sources), **(sources if len(sources) > 1 else {})}
+    return {name: _loss(counts).bits_per_byte for name, counts in entries.items()}
+
+
+def _total(sources: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {key: sum(counts[key] for counts in sources.values()) for key in next(iter(sources.values()))}
+
+
+def _loss(counts: Mapping[str, Any]) -> Measurement:
+    return Measurement(counts["nats"], counts["targets"], counts["bytes"])
+
+
 def _validation_entry(counts: Mapping[str, Any], baselines: Mapping[str, float]) -> Any:
     """One source, or all of them."""
-    loss = Measurement(counts["nats"], counts["targets"], counts["bytes"])
+    loss = _loss(counts)
     return rounded({
         **counts, "bits_per_byte": loss.bits_per_byte, "loss": loss.loss, "perplexity": loss.perplexity,
         **{name: baselines[name] for name in ("compressed_bytes", "training_bytes", "of_training_bytes", "entropy")},
@@ -123,18 +138,19 @@ def summary(results: Mapping[str, Any]) -> Iterator[str]:
     for source in results["validation"]["without_validation_text"]:
         yield f"the source {source} has no validation document and was not measured"
     for name, task in results["tasks"].items():
-        metrics = _metrics_text(task["metrics"])
+        metrics = metrics_text(task["metrics"])
         chance = "" if task["chance"] is None else f" (chance {task['chance']:.3f})"
         yield f"{name}: {metrics}{chance} on {task['items']} items"
         if found := task.get("contamination"):
             clean = found["clean"]
             yield (f"{name}: of {counted(task['items'], 'item')}, in the training text: {found['dirty']['items']:,}, "
                    f"too short to judge: {found['too_short']:,}, not in it: {clean['items']:,} "
-                   f"({_metrics_text(clean['metrics']) or 'no score'})")
+                   f"({metrics_text(clean['metrics']) or 'no score'})")
     yield from doubts(results["tasks"])
 
 
-def _metrics_text(metrics: Mapping[str, Score]) -> str:
+def metrics_text(metrics: Mapping[str, Score]) -> str:
+    """A task's metrics in a line."""
     return ", ".join(f"{metric} {metric_text(entry)}" for metric, entry in metrics.items())
 
 

@@ -48,7 +48,7 @@ class TrainingProgress:
 
 
 def checkpoint_name(step: int) -> str:
-    """Name of the folder of the checkpoint after `step` optimizer steps, and of the folder of its evaluation."""
+    """Name of the folder of the checkpoint after `step` optimizer steps, and of the record of its scores."""
     return f"step-{step:08d}"
 
 

@@ -6,7 +6,7 @@ Every method is called on all ranks alike, in the order of `Loop.hooks`, unless 
 raises stops training. It must be raised on all ranks alike, so decide by values that are the same on all ranks, such as
 `StepResult` or the sums of `votes`.
 
-Three are here: when to save, when to stop, and when to collect garbage.
+Four are here: when to save, when to stop, when to collect garbage, and which checkpoints wait for their scores.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 from drover.pipeline.config.kinds import Kind
 from drover.pipeline.contract.state import STOP
 from drover.pipeline.contract.workers import StopRequest, cause_of
+from drover.pipeline.evaluation.checkpoint_scores import SCORED, is_scored, read_scores
+from drover.pipeline.records.metrics import TrainingRecords
 
 if TYPE_CHECKING:
     from drover.pipeline.parallel.ranks import Ranks
@@ -147,6 +149,56 @@ class Garbage(Hook):
         """Return to Python's own collection."""
         gc.enable()
         gc.unfreeze()
+
+
+class Scores(Hook):
+    """Keeps the checkpoints at multiples of `every` steps until `drover evaluate` has scored them, and logs the scores.
+
+    Training logs them as events because loggers take one writer at a time: TensorBoard reads only the newest file of a
+    run.
+    """
+
+    def __init__(self, folder: Path, every: int) -> None:
+        self.folder = folder
+        self.every = every
+        self._logged = set[tuple[int, str]]()
+        self._looked = time.monotonic()
+
+    def needs(self, step: int) -> bool:
+        """See Hook."""
+        return step % self.every == 0 and not is_scored(self.folder, step)
+
+    def on_start(self, loop: Loop) -> None:
+        """See Hook."""
+        if loop.ranks.is_rank_zero:
+            self._logged = logged_scores(self.folder)
+
+    def after_step(self, loop: Loop) -> None:
+        """See Hook."""
+        if time.monotonic() - self._looked > LOOK_EVERY_S:
+            self._log(loop)
+
+    def on_stop(self, loop: Loop) -> None:
+        """See Hook."""
+        self._log(loop)
+
+    def on_finish(self, loop: Loop) -> None:
+        """See Hook."""
+        self._log(loop)
+
+    def _log(self, loop: Loop) -> None:
+        """Log what was scored since the last look, on rank 0."""
+        self._looked = time.monotonic()
+        for scores in read_scores(self.folder) if loop.ranks.is_rank_zero else ():
+            if scores.identity not in self._logged:
+                self._logged.add(scores.identity)
+                loop.recorder.event(SCORED, step=scores.step, checkpoint=scores.checkpoint, **scores.figures)
+
+
+def logged_scores(folder: Path) -> set[tuple[int, str]]:
+    """The scores that training in this folder has logged, by their `identity`."""
+    events: list[Any] = [event for event in TrainingRecords(folder).events if event["event"] == SCORED]
+    return {(event["step"], event["checkpoint"]) for event in events}
 
 
 CAUSES = {"SIGINT": False, "SIGTERM": False, "SIGUSR1": True, "SIGUSR2": True, "file": False, "time": True}

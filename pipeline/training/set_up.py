@@ -52,7 +52,7 @@ from drover.pipeline.training.data import StepBatches, TokenCheck, refuse_beyond
 from drover.pipeline.training.device import DTYPES, make_deterministic, memory_explained
 from drover.pipeline.training.engine import Engine, FsdpEngine, PipelineEngine
 from drover.pipeline.training.guards import GuardRunner
-from drover.pipeline.training.hooks import Garbage, Hook, Saving, StopAgreement
+from drover.pipeline.training.hooks import Garbage, Hook, Saving, Scores, StopAgreement
 from drover.pipeline.training.loop import Loop, StartFacts
 from drover.pipeline.training.monitor import Fp8Watch, Norms, Samples, Validation
 from drover.pipeline.training.optimizers import build_elementwise, build_optimizer
@@ -281,11 +281,12 @@ def _hooks(loop: Loop, uploads: Uploads | None) -> list[Hook]:
     for settings in HOOKS.made(train.hooks):
         alike = sum(name.partition(" ")[0] == settings.kind for name in loop.own_hooks)
         loop.own_hooks[f"{settings.kind} {alike + 1}" if alike else settings.kind] = settings.open(loop)
-    every = train.guards.replica_hash_every
+    every, scored = train.guards.replica_hash_every, loop.config.evaluate.every
     hooks = [
         Saving(train.checkpoint.every_minutes),
         loop.token_check,
         uploads,
+        Scores(loop.work.folder, scored) if scored is not None else None,
         loop.stop,
         ReplicaCheck(loop.ranks, loop.facts.nodes, every) if every is not None and loop.ranks.world > 1 else None,
         *loop.own_hooks.values(),

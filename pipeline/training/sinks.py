@@ -52,6 +52,7 @@ from drover.pipeline.core.background import BackgroundWorker
 from drover.pipeline.core.console import Say
 from drover.pipeline.core.errors import without_secrets
 from drover.pipeline.core.files import Record, flush, read_record, write_json
+from drover.pipeline.evaluation.checkpoint_scores import SCORED
 
 CLOCKS = ("step", "time", "train_s", "look_s")
 """Fields of a step's record that are not drawn: they only count."""
@@ -136,7 +137,9 @@ def curves(record: Record) -> dict[str, float]:
 
 
 def event_curves(kind: str, details: Record) -> dict[str, float]:
-    """The points of an event, by the name of their curve."""
+    """The points of an event, by the name of their curve. Scores of a checkpoint are drawn as in its step's record."""
+    if kind == SCORED:
+        return curves(details)
     return {curve: float(details[name]) for name, curve in EVENT_CURVES.get(kind, {}).items() if name in details}
 
 
@@ -500,16 +503,18 @@ class _WandbRun(CurveSink):
         self._run.log({"step": step, **values}, step=self._rows, commit=True)
 
 
-def log_results(work: Work, results: Record) -> None:
-    """Give results of the finished model, fields as in a record of its last step, to TensorBoard, MLflow and, as the
-    run's summary, W&B. If one fails, it is named. Loggers of plugins get only what training reports."""
+def log_results(work: Work, *results: Record, after: int) -> None:
+    """Give results of a finished training, fields as in records of its steps, to TensorBoard, MLflow and, as the run's
+    summary, W&B. If one fails, it is named. Loggers of plugins get only what training reports. after: the last step of
+    training, up to which a logger keeps what it has."""
     until = time.monotonic() + CLOSE_S
-    about = _about(work, results["step"], None)
+    about = _about(work, after, None)
     takers = [settings for settings in work.config.train.log_to
               if isinstance(settings, (TensorBoard, MLflow, WeightsAndBiases))]
     for sink in [BackgroundSink(settings, about) for settings in takers]:
-        sink.write("step", results)
-        sink.write("event", "finish", results)
+        for record in results:
+            sink.write("step", record)
+        sink.write("event", "finish", {"step": after})
         sink.close(until)
         if sink.failure:
             work.say(f"warning: the logger {sink.name} does not have these results: {sink.failure.rstrip('.')}")

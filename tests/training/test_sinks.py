@@ -195,7 +195,8 @@ def test_wandb_has_the_results_of_the_finished_model_in_the_runs_summary(tmp_pat
     config, said = Config.model_validate({"name": "mine", "train": {"log_to": ["wandb"]}}), []
     run = SimpleNamespace(folder=tmp_path, own_folder=tmp_path.joinpath)
     (tmp_path / "train").mkdir()
-    log_results(SimpleNamespace(config=config, run=run, say=said.append), {"step": 4, "validation_text_bpb": 1.25})
+    log_results(SimpleNamespace(config=config, run=run, say=said.append), {"step": 4, "validation_text_bpb": 1.25},
+                after=4)
     records = list(wandb_records(tmp_path))
     assert said == [] and not any(record.WhichOneof("record_type") == "history" for record in records)
     assert {item.key: item.value_json for record in records for item in record.summary.update}[
