@@ -86,7 +86,8 @@ def zoo(folder):
         "cut.parquet": b"PAR1",
         "some.jsonl": b'{"text": "a"}\n{}\n', "bad.jsonl": b'{"text": "a"\n',
         "key.jsonl": b'{"text": "a", "text": "b"}', "none.csv": b"text\n",
-        "lists.json": b'{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "empty.md": b" \n"}
+        "lists.json": b'{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "empty.md": b" \n",
+        "mark.md": b"\xef\xbb\xbf", "spaces.md": b"\xc2\xa0\n"}
     for name, data in others.items():
         (folder / name).write_bytes(data)
     (folder / "README").write_text(wide(92))
@@ -175,13 +176,11 @@ CHINESE = "".join(chr(0x4e00 + number * 7919 % 4001) + "。\n" * (number % 50 ==
 """More characters than a small vocabulary has ids."""
 
 
-@pytest.mark.parametrize(("text", "form", "kind"), [
-    (LOG, "txt", "byte"), (CHINESE, "txt", "tiktoken"), (LOG, "warc", "byte")])
-def test_the_vocabulary_is_one_that_the_text_supports(tmp_path, monkeypatch, text, form, kind):
+@pytest.mark.parametrize(("text", "kind"), [(LOG, "byte"), (CHINESE, "tiktoken")])
+def test_the_vocabulary_is_one_that_the_text_supports(tmp_path, monkeypatch, text, kind):
     monkeypatch.chdir(tmp_path)
     Path("own").mkdir()
-    Path(f"own/a.{form}").write_bytes(
-        archive(("a", f"<p>{text}".encode(), "text/html", {}), gzipped=False) if form == "warc" else text.encode())
+    Path("own/a.txt").write_text(text)
     assert main(["own"]) == run_here("shard", "own.yaml") == run_here("tokenizer", "own.yaml") == 0
     assert Run(load_config("own.yaml")).finished("tokenizer").counts["kind"] == kind
 
@@ -244,14 +243,6 @@ def test_records_that_shard_will_reject_are_counted_and_their_share_is_allowed(n
     run = Run(load_config("my-notes.yaml"))
     counts = run.finished("shard").counts
     assert counts["rejected"] == 5 and 5 / counts["documents_in"] < run.config.shard.max_rejected_share < 0.2
-
-
-def test_files_are_empty_for_init_where_they_are_for_shard(notes, capsys):
-    for number, text in enumerate(("", " \n", "\ufeff", "\u00a0\n\u3000", "\ufeff \n")):
-        (notes / f"empty-{number}.md").write_text(text)
-    assert "and 2 more: it is empty\n" in printed(capsys, main, str(notes))
-    run_here("shard", "my-notes.yaml", "launch.processes=1")
-    assert Run(load_config("my-notes.yaml")).finished("shard").counts["dropped"]["empty"] == 5
 
 
 def test_damaged_and_hidden_files_are_left_out_and_counted(notes, capsys):

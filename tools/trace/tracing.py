@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import re
 import sys
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -243,14 +242,6 @@ def _digits(key: str) -> str:
     return key.partition("-")[0]
 
 
-def _holds(path: Path, texts: Sequence[bytes]) -> bool:
-    """Whether one of some texts occurs in a file; true of one that cannot be mapped."""
-    if not path.is_file() or not path.stat().st_size:
-        return True
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return any(data.find(text) >= 0 for text in texts)
-
-
 class Search:
     """Finds documents of a run, and the samples that have a part of them."""
 
@@ -280,7 +271,10 @@ class Search:
         records = self.text_records if names else {}
         with ProgressBar("trace", "search", len(records), "text shards", sys.stderr) as progress:
             for path, record in records.items():
-                for document in read_shard(self.texts, record) if _holds(self.texts / path, forms) else ():
+                file = self.texts / path
+                data = file.read_bytes() if file.is_file() else b""
+                is_named = not data or any(form in data for form in forms)
+                for document in read_shard(self.texts, record) if is_named else ():
                     own: Record = {"source": document.source, **_origin_of(document)}
                     if names & _names(own):
                         key = _digits(document.key)
