@@ -18,7 +18,7 @@ from drover.launch.slurm.chain import in_queue
 from drover.launch.slurm.options import FOLDER
 from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.slurm.start_logs import last_lines, output, rank_log, skip
-from drover.launch.status import query, show
+from drover.launch.status import query
 from drover.pipeline.config.explaining import explain as explanation
 from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.contract.stages import STAGES, parse_stages
@@ -173,13 +173,13 @@ def _are_stages(word: str) -> bool:
 
 
 def _why_stopped(run: Path, stages: Sequence[str] = ()) -> int:
-    """Print the run's status, and of stages that are not done how each start of the newest submission ended that did
-    not end well, with the last lines of the rank that its reason names, or of the first.
+    """Print the run's current stage and remarks. Of stages that are not done, print how each start of the newest
+    submission ended that did not end well, with the last lines of the rank that its reason names, or of the first.
 
     stages: those to print; () for all. Whether these are up to date is printed too if they are done.
     """
     status, = query([run], Scheduler())
-    draw(*show(status))
+    draw(f"run       {run}: {status.current.stage} is {status.current.state}", *status.remarks)
     files = status.files
     # An element that failed for good ends the jobs after it, though the others have finished its stage.
     blamed = {id for row in status.rows if row.state == "failed" and not files.stages[row.stage].starts

@@ -106,8 +106,8 @@ def encode(work: Work) -> None:
     dtype = chosen_dtype(work.config.encode, vocabulary["size"])
     validation = shard_records(manifest, "validation")
     records = [*shard_records(manifest, "train"), *validation]
-    work.say(f"{text_bytes(records) / 1e6:.1f} MB in {len(records)} shards, "
-             f"{vocabulary['kind']} vocabulary of {vocabulary['size']:,}, {dtype}")
+    text = f"{text_bytes(records) / 1e6:.1f} MB in {len(records)} shards, " * bool(records)
+    work.say(f"{text}{vocabulary['kind']} vocabulary of {vocabulary['size']:,}, {dtype}")
     fast = bool(records) and admitted(work, tokenizer, made, shards, validation)
     shared = {"tokenizer": place(tokenizer, work.folder), "sha256": vocabulary["sha256"], "dtype": dtype}
     folder = place(shards, work.folder)

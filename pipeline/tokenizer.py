@@ -175,10 +175,13 @@ def _train(settings: TokenizerConfig, shards: Path, payload: VocabularyTask, pat
 
 def _print_results(work: Work, tokenizer: Tokenizer, report: Record, speed: float) -> None:
     total = report["total"]
-    work.say(f"{tokenizer.kind}: {tokenizer.size:,} ids, {total['bytes_per_token'] or 0:.3f} bytes per token, "
-             f"{total['fallback_share'] or 0:.3%} byte fallback, {speed:.1f} MB/s per process")
+    seen = (f", {total['bytes_per_token'] or 0:.3f} bytes per token, {total['fallback_share'] or 0:.3%} byte fallback, "
+            f"{speed:.1f} MB/s per process") if speed else "; there is no text to check it on"
+    work.say(f"{tokenizer.kind}: {tokenizer.size:,} ids{seen}")
     bos, eos = tokenizer.bounds
     work.say(f"around each document: {bos} ({tokenizer.bos_id}) before it, {eos} ({tokenizer.eos_id}) after it")
+    if not speed:
+        return
     notable = (("literal_marks", "but for U+2581, which came back as a space"),
                ("cut_documents", "checked at their beginning only"))
     some = f" of {report['validation_documents']:,}" if "validation_documents" in report else ""

@@ -206,14 +206,12 @@ def differences(old: Fingerprint, new: Fingerprint) -> list[Difference]:
 
 
 def in_words(changes: Sequence[Difference]) -> list[str]:
-    """Each change in words; several input files that are all new, gone or changed, together."""
-    alike = dict[str, list[Difference]]()
+    """Each change in words; of the input files that are new, gone or changed the first each, and how many more."""
+    alike = dict[object, list[Difference]]()
     for change in changes:
-        what = "are new" if change.old is None else "are gone" if change.new is None else "have other content"
-        alike.setdefault(what if change.key.startswith("files.") else change.key, []).append(change)
-    return [str(group[0]) if len(group) == 1 else
-            f"{len(group):,} input files {what}: {first([change.key.removeprefix('files.') for change in group])}"
-            for what, group in alike.items()]
+        kind = (change.old is None, change.new is None) if change.key.startswith("files.") else change.key
+        alike.setdefault(kind, []).append(change)
+    return [f"{group[0]}{f' (and so {len(group) - 1:,} more)' * (len(group) > 1)}" for group in alike.values()]
 
 
 def _fields(fingerprint: Fingerprint) -> dict[str, object]:

@@ -249,7 +249,6 @@ class Run:
 
     def refusal(self, stage: str, changes: list[Difference]) -> UserError:
         """The error about a stage with changes: what has changed, and what the user can do."""
-        was = "was started" if self.manifest(stage) is None else "was made"
         # What goes with a change: the beginning of its key, and a sentence.
         hints = {"config.train.mixture": " For another mixture from here on add train.phases, with --accept-changes "
                                          "(docs/phases.md): tokens and epochs are then counted as trained."}
@@ -272,10 +271,10 @@ class Run:
                           f"the other outputs, the export too")
             ways += ["--accept-changes to continue training with them, and to rebuild what follows it"] * acceptable(
                 stage, changes)
-            shared = "" if STAGES[stage].reusable else f", with reuse={self.folder} on the same tokens"
-            ways += [force, f"name=<another> for a run of its own{shared}"]
-        return UserError(f"The stage {stage} in {self.stage_folder(stage)} {was} with other inputs or settings, so it "
-                         f"is neither used nor overwritten: {all_problems(words, f'{len(words)} changes', 12)}\n"
+            ways += [force, "name=<another> for a run of its own" + (
+                f", with reuse={self.folder} on the same tokens" * (not STAGES[stage].reusable))]
+        return UserError(f"The stage {stage} in {self.stage_folder(stage)} was made with other inputs or settings, so "
+                         f"it is neither used nor overwritten: {all_problems(words, f'{len(words)} changes', 12)}\n"
                          f"Ways to continue: {'; or '.join(ways)}." + "".join(
             hint for start, hint in hints.items() if any(change.key.startswith(start) for change in changes)))
 

@@ -54,11 +54,6 @@ class StageJob:
     start: int = 0
     ranks: int = 0
 
-    @property
-    def is_local(self) -> bool:
-        """Whether a command on this machine started it, of which the user sees the terminal."""
-        return self.chain.startswith(LOCAL)
-
     def __str__(self) -> str:
         return json.dumps(asdict(self))
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from drover.pipeline.contract.state import this_job
+from drover.pipeline.contract.state import LOCAL, this_job
 from drover.pipeline.core.background import end_with_parent
 from drover.pipeline.core.console import Say
 from drover.pipeline.core.errors import UserError
@@ -92,7 +92,7 @@ class Stopped(BaseException):  # not an error: `except Exception` must not catch
 
 def cause_of(signal_name: str) -> str:
     """The name of a signal, or that the user sent it: a command on this machine passes Ctrl-C on as SIGTERM."""
-    return "interrupted by the user" if signal_name == "SIGTERM" and this_job().is_local else signal_name
+    return "interrupted by the user" if signal_name == "SIGTERM" and this_job().chain.startswith(LOCAL) else signal_name
 
 
 class StopRequest:

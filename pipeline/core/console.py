@@ -198,7 +198,7 @@ class ProgressBar(LiveLine):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
-        if kind is None and not self.transient:
+        if kind is None and self.total and not self.transient:
             echo(f"{self.stage:<9} {self._counted} in {duration(self._elapsed_s)}", file=self.file)
 
     @property

@@ -59,7 +59,7 @@ def test_why_a_run_stopped(run, slurm, capsys):
             run.attempt("ended", "train", "16", start=start, status="crashed", reason="rank 3 on n2: killed")
     write_text(run.folder / "launch/submitit/17_0_log.out", "refused: the code changed\n")
     message = printed(capsys, commands.why, run.folder)
-    assert "! train failed: given up" in message
+    assert "train failed: given up" in message
     assert message.count("on n1, n2: crashed: rank 3 on n2: killed\n    rank 3: start ") == 9
     assert "rank 3: start 2\\x1b[2J\n    rank 3: it broke\n" in message and "start 1\\x1b" not in message
     assert "start 11, at 2026-11-21T11:50 UTC on n1, n2: its end is not recorded" in message
@@ -266,7 +266,7 @@ def test_why_of_a_run_by_its_name(launcher):
     write_text(launcher.run / "config.yaml", "name: trial\n")
     write_state(launcher.run / "train", "failed", reason="there is no text")
     for words in ("trial",), ("runs/trial",):
-        assert "! train failed: there is no text" in launcher.call(*words, program=commands.why).stdout
+        assert "train failed: there is no text" in launcher.call(*words, program=commands.why).stdout
     launcher.done("shard")
     for words in ("trial", "shard"), ("shard", "trial"):
         assert launcher.call(*words, program=commands.why).stdout.endswith("\nshard: done\n")

@@ -1,5 +1,7 @@
 """Sources of tokens in the stages: documents, splits, counts, refusals, and the same training as from text."""
 
+import re
+
 import numpy as np
 import pytest
 import yaml
@@ -159,7 +161,10 @@ def test_exported_tokens_train_as_those_that_were_made_here(tmp_path, corpus, ca
         again = write_config(place, corpus, **measured, tokenizer={"path": str(run / "tokenizer/tokenizer.model")})
         config = yaml.safe_load(again.read_text())
         again.write_text(yaml.safe_dump({**config, "shard": {"sources": []}, "encode": {"sources": [source]}}))
+        capsys.readouterr()
         assert stages(again) == 0
+        said = capsys.readouterr().out
+        assert " ids; there is no text to check it on\n" in said and not re.search(r"\b0/0|\b0 valid|0\.0 MB", said)
         counts = [manifest_of(config, "encode").counts for config in (first, again)]
         assert counts[0]["splits"] == counts[1]["splits"] and counts[0]["total"] == counts[1]["total"]
         assert counts[1]["taken"]["code"]["docs"] == counts[0]["total"]["docs"]
