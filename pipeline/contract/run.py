@@ -249,34 +249,32 @@ class Run:
 
     def refusal(self, stage: str, changes: list[Difference]) -> UserError:
         """The error about a stage with changes: what has changed, and what the user can do."""
-        # What goes with a change: the beginning of its key, and a sentence.
-        hints = {"config.train.mixture": " For another mixture from here on add train.phases, with --accept-changes "
-                                         "(docs/phases.md): tokens and epochs are then counted as trained."}
-        if STAGES[stage].checkpoints and not acceptable(stage, changes):
-            hints["config."] = (f" A checkpoint cannot continue with another optimizer or as another network. (To "
-                                f"extend the context, only {', '.join(POSITIONS)} may change.)")
-        words = in_words(changes)
-        files = any(change.key.startswith("files.") for change in changes)
-        ways = ["put the files back as they were"] * files
+        words, keys = in_words(changes), "".join(f" {change.key}" for change in changes)
+        ways = ["put the files back as they were"] * (" files." in keys)
         if self.is_reused(stage):
             ways.append("change reuse=, or leave it out to make this stage here")
         else:
             later = [name for name in STAGES if name == stage or stage in before([name])]
             force = f"--stage {'all' if len(later) == len(STAGES) else ','.join(later)} --force to rebuild it"
             if "train" in later and (trained := read_state(self.own_folder("train"))) is not None:
-                model = f"{self.own_folder('train')} (step {trained.step or 0:,})"
+                model = f"{self.own_folder('train')} (step {trained.step or 'unknown'})"
                 ways += [f"to train the model in {model} further, on old and new text, move new files into a folder of "
-                         f'their own and follow docs/continue.md, "Add text to a trained model"'] * files
+                         f'their own and follow docs/continue.md, "Add text to a trained model"'] * (
+                    " files." in keys and stage in ("shard", "encode"))
                 force += (f", which starts training again from step 0, renames {model} to train.replaced, and deletes "
                           f"the other outputs, the export too")
             ways += ["--accept-changes to continue training with them, and to rebuild what follows it"] * acceptable(
                 stage, changes)
             ways += [force, "name=<another> for a run of its own" + (
                 f", with reuse={self.folder} on the same tokens" * (not STAGES[stage].reusable))]
+        mixture = (" For another mixture from here on add train.phases, with --accept-changes (docs/phases.md): tokens "
+                   "and epochs are then counted as trained.") * (" config.train.mixture" in keys)
+        fixed = (f" A checkpoint cannot continue with another optimizer or as another network. (To extend the context, "
+                 f"only {', '.join(POSITIONS)} may change.)") * (
+            STAGES[stage].checkpoints and not acceptable(stage, changes) and " config." in keys)
         return UserError(f"The stage {stage} in {self.stage_folder(stage)} was made with other inputs or settings, so "
                          f"it is neither used nor overwritten: {all_problems(words, f'{len(words)} changes', 12)}\n"
-                         f"Ways to continue: {'; or '.join(ways)}." + "".join(
-            hint for start, hint in hints.items() if any(change.key.startswith(start) for change in changes)))
+                         f"Ways to continue: {'; or '.join(ways)}.{mixture}{fixed}")
 
 
 def acceptable(stage: str, changes: list[Difference]) -> bool:
