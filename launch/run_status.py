@@ -25,9 +25,10 @@ from drover.pipeline.contract.manifest import STARTED, Manifest, read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES, follows_training
 from drover.pipeline.contract.state import PROGRESS, STOP, Progress, read_state
-from drover.pipeline.core.console import duration
+from drover.pipeline.core.console import counted, duration
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_bytes, read_sealed
+from drover.pipeline.records.checkpoints import SCORES
 from drover.pipeline.records.metrics import RunFacts, Start
 
 Value = TypeVar("Value")
@@ -56,6 +57,7 @@ class StageFiles:
         last: the status of its last start; None if it is done, or if that start is older than the newest submission.
         due: whether it is not done, or was done before the newest submission that requests it.
         started: whether there is a start record.
+        scored: checkpoints that were scored while training.
         alive: whether the process that last held the stage still runs; None if it is on another machine.
     """
 
@@ -80,6 +82,7 @@ class StageFiles:
         # Not by `read_record`: it has a loss of NaN as a text.
         self.progress = _quietly(lambda: TypeAdapter(Progress).validate_python(read_sealed(own / PROGRESS)), None)
         self.started = (own / STARTED).exists()
+        self.scored = len([*(own / SCORES).glob("step-*.json")])
         self.alive = _alive(own)
 
 
@@ -222,6 +225,8 @@ def _row(run: RunFiles, stage: StageFiles, jobs: Jobs, now: float, *, broken: bo
             left = _time(done.left_s)
     if restarts := info.restarts if done is None or done.restarts is None else done.restarts:
         figures.append(f"restarts {restarts}")
+    if stage.scored:
+        figures.append(f"scored {counted(stage.scored, 'checkpoint')}")
     return StageRow(stage.name, state, info.id, elapsed, progress, left, ", ".join(figures), remarks)
 
 

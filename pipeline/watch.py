@@ -33,7 +33,6 @@ from drover.pipeline.core.errors import UserError, listed, require
 from drover.pipeline.core.files import sha256_json
 from drover.pipeline.evaluate import Cached, load, measure_tasks, measure_text
 from drover.pipeline.evaluation.checkpoint_scores import (
-    SCORES,
     CheckpointScores,
     TaskScores,
     digest_of,
@@ -45,7 +44,7 @@ from drover.pipeline.evaluation.items import BITS
 from drover.pipeline.evaluation.results import OVERALL, bits_per_byte, doubts, library_versions, metrics_text, rounded
 from drover.pipeline.evaluation.scores import Score
 from drover.pipeline.evaluation.tasks import go_offline, problems
-from drover.pipeline.records.checkpoints import read_marker, step_of
+from drover.pipeline.records.checkpoints import SCORES, read_marker, step_of
 
 if TYPE_CHECKING:
     from drover.model.config import ModelConfig

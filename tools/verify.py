@@ -46,10 +46,10 @@ from drover.pipeline.core.files import (
     seal_of,
     sealing,
 )
-from drover.pipeline.evaluation.checkpoint_scores import SCORES
 from drover.pipeline.records.checkpoints import (
     CHECKPOINTS,
     MARKER,
+    SCORES,
     complete_checkpoints,
     named_after_steps,
     step_of,

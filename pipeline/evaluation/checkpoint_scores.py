@@ -15,10 +15,15 @@ from typing import TypedDict
 
 from drover.pipeline.core.files import read_record, sha256_file, write_sealed
 from drover.pipeline.evaluation.scores import Score
-from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, checkpoint_name, complete_checkpoints, step_of
+from drover.pipeline.records.checkpoints import (
+    CHECKPOINTS,
+    MARKER,
+    SCORES,
+    checkpoint_name,
+    complete_checkpoints,
+    step_of,
+)
 
-SCORES = "scores"
-"""In the train stage's folder."""
 FORMAT = 1
 ADVICE = "Delete it and give the command `drover evaluate` again."
 SCORED = "scored"

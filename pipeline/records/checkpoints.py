@@ -18,6 +18,8 @@ from drover.pipeline.core.files import Outputs, Record, read_record
 
 CHECKPOINTS = "checkpoints"
 """In the train stage's folder."""
+SCORES = "scores"
+"""There, too: what was measured of checkpoints (pipeline/evaluation/checkpoint_scores.py)."""
 MARKER = "COMPLETE.json"
 FORMAT = 2
 """Version of the marker and of the checkpoint's files."""

@@ -68,12 +68,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Series:
-    """A line: its name and points. faint: drawn in the background."""
+    """A line: its name and points. faint: drawn in the background. errors: half of the height of a band around it at
+    each point."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     faint: bool = False
+    errors: Sequence[float] = ()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import Record, read_record
+from drover.pipeline.evaluation.checkpoint_scores import CheckpointScores, read_scores
 from drover.pipeline.records.goodput import Goodput, goodput
 from drover.pipeline.records.metrics import Event, Line, LoggedSample, RunFacts
 from drover.pipeline.reporting.document import value
@@ -34,6 +35,7 @@ class Facts:
         goodput: how the time of training was used; None if its records do not suffice.
         metrics: one record per step.
         samples, events: as training wrote them.
+        scores: of checkpoints, in the order of steps.
         tokenizer: the tokenizer stage's own report.
         changed_code: source files that changed since a stage ran, by stage.
         reused: the run from which a stage was reused, by stage.
@@ -46,6 +48,7 @@ class Facts:
     metrics: Sequence[Line] = ()
     samples: Sequence[LoggedSample] = ()
     events: Sequence[Event] = ()
+    scores: Sequence[CheckpointScores] = ()
     tokenizer: Record = field(default_factory=dict)
     changed_code: Mapping[str, list[str]] = field(default_factory=dict)
     reused: Mapping[str, str] = field(default_factory=dict)
@@ -82,6 +85,7 @@ def collect(run: Run) -> Facts:
         goodput=goodput(training), metrics=training.steps, events=training.events,
         samples=[sample for sample in training.samples
                  if sample["step"] <= manifests["train"].counts["steps"]],  # a plan that was shortened left others
+        scores=[scores for scores in read_scores(training.train) if scores.step <= manifests["train"].counts["steps"]],
         tokenizer=_optional(folder["tokenizer"] / "report.json"),
         changed_code={name: changed for name in manifests if (changed := run.changed_code(name))},
         reused={name: folder[name].parent.name for name in manifests if run.is_reused(name)})

@@ -13,13 +13,14 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from drover.pipeline.reporting.chapters.data import data, tokenizer
-from drover.pipeline.reporting.chapters.results import export, samples, tasks, validation
+from drover.pipeline.reporting.chapters.results import export, samples, scores, tasks, validation
 from drover.pipeline.reporting.chapters.summary import notices, provenance, result, tiles
 from drover.pipeline.reporting.chapters.training import goodput, training
-from drover.pipeline.reporting.document import Chapter, Lines, ReportDocument, compact, spread
+from drover.pipeline.reporting.document import Chapter, Lines, ReportDocument, Series, compact, spread
 from drover.pipeline.reporting.facts import Facts
 
-CHAPTERS = {"Validation": validation, "Training": training, "Tasks": tasks, "Samples": samples, "Data": data,
+CHAPTERS = {"Validation": validation, "Training": training, "Scores while training": scores,
+            "Tasks": tasks, "Samples": samples, "Data": data,
             "Tokenizer": tokenizer, "Exported model": export, "Goodput": goodput, "Provenance": provenance}
 TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).resolve().parent / "templates"), autoescape=True,
                         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -98,16 +99,25 @@ def draw(chart: Lines) -> str:
     """The chart as an <svg> element for a page."""
     curves = [spread([(x, y) for x, y in zip(line.x, line.y, strict=True) if abs(y) < TOO_LARGE], MOST_POINTS)
               for line in chart.series]
+    bands = [_band(line) for line in chart.series]
     across = _axis([x for curve in curves for x, _ in curve], LEFT, RIGHT, 0.0)
-    up = _axis([*(y for curve in curves for _, y in curve), *([0.0] if chart.from_zero else [])], BOTTOM, TOP, 0.04)
+    up = _axis([*(y for curve in [*curves, *bands] for _, y in curve), *([0.0] if chart.from_zero else [])],
+               BOTTOM, TOP, 0.04)
     lines = [{"name": line.name, "points": [(across.at(x), up.at(y)) for x, y in curve],
+              "band": [(across.at(x), up.at(y)) for x, y in band],
               "colour": 0 if line.faint else 1 + (number - chart.series[0].faint) % COLOURS,
               "dots": not line.faint and len(curve) <= MOST_DOTS}
-             for number, (line, curve) in enumerate(zip(chart.series, curves, strict=True))]
+             for number, (line, curve, band) in enumerate(zip(chart.series, curves, bands, strict=True))]
     x_ticks = [(across.at(tick), compact(tick)) for tick in across.ticks() if tick % 1 == 0]  # steps, tokens
     y_ticks = [(up.at(tick), compact(tick)) for tick in up.ticks()]
     return TEMPLATES.get_template("lines.svg.j2").render(
         chart=chart, lines=lines, left=LEFT, right=RIGHT, bottom=BOTTOM, x_ticks=x_ticks, y_ticks=y_ticks)
+
+
+def _band(line: Series) -> list[tuple[float, float]]:
+    """The corners of the band around a line: its upper edge, then its lower one backwards."""
+    points = [*zip(line.x, line.y, line.errors, strict=False)]
+    return [*((x, y + error) for x, y, error in points), *((x, y - error) for x, y, error in reversed(points))]
 
 
 def _axis(values: Sequence[float], start: float, end: float, margin: float) -> Axis:

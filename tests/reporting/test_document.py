@@ -85,6 +85,8 @@ CHARTS = {
     "flat": Lines("One", "nats per token", [Series("x", [7], [1e18])]),
     "lines": Lines("Two", "norm", [Series("a", STEPS, [5.0, 1e-300, 1.0], faint=True),
                                    Series("b & <c>", STEPS, [4.0, math.inf, math.nan])], from_zero=True),
+    "bands": Lines("Four", "", [Series("chance", STEPS, [0.25] * 3, faint=True),
+                                Series("score", STEPS, [0.2, 0.5, 0.9], errors=[0.1, 0.0, 0.3])], over="step"),
     "huge": Lines("Three", "tokens", [Series("x", [1, 10 ** 15], [1e299, -1e299])]),
     "nothing finite": Lines("Five", "nats", [Series("x", STEPS, [math.nan, math.inf, 1e308])])}
 
@@ -97,8 +99,10 @@ def test_a_chart_is_a_labelled_svg_in_the_pages_colours(name):
     assert not re.search(r"http|<style|<script|\bid=|nan|inf\b|#[0-9a-f]{6}\b", svg)
     texts = [text.text for text in root.iter("text")]
     names = [line.name for line in chart.series] if len(chart.series) > 1 else []
-    assert {chart.unit, "step", *names} <= set(texts) and 2 <= len(texts) - len(names) <= 15
+    assert {chart.unit or None, "step", *names} <= set(texts) and 2 <= len(texts) - len(names) <= 15
     points = [line.get("points").split() for line in root.findall("polyline")]
     assert [len(line) for line in points] == [sum(abs(y) < 1e300 for y in line.y) for line in chart.series]
-    for x, y in (point.split(",") for line in points for point in line):
+    bands = [band.get("points").split() for band in root.findall("polygon")]
+    assert [len(band) for band in bands] == [2 * len(line.errors) for line in chart.series if line.errors]
+    for x, y in (point.split(",") for line in [*points, *bands] for point in line):
         assert LEFT <= float(x) <= RIGHT and float(y) >= TOP

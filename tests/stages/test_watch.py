@@ -6,9 +6,11 @@ from collections import Counter
 
 import pytest
 
+from drover.launch.status import main as status
 from drover.pipeline.core.files import Ledger, read_json
 from drover.pipeline.evaluation.checkpoint_scores import SCORED, read_scores
 from tests.conftest import environment, run_stage, warm_server
+from tests.refusal import printed
 from tests.stages.small_run import item, write_task
 from tests.stages.training import copy_run, events, kill, reusing, run_train, started, train_folder
 from tests.training.test_sinks import board_of, points
@@ -87,6 +89,7 @@ def test_checkpoints_wait_for_their_scores_which_are_those_of_the_stage(unscored
     assert result[1].flops == 2 * result[0].flops > 0
     assert len({entry.bits_per_byte[""] for entry in result}) == 3
     assert "measured" not in finished(evaluator(unscored)), "nothing is due"
+    assert "scored 3 checkpoints" in printed(capsys, status, unscored.parent / "runs/mini")
     for stage in ("convert", "evaluate"):
         run_stage(stage, unscored)
     expected = read_json(unscored.parent / "runs/mini/evaluate/results.json")

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from drover.pipeline.evaluation.results import doubts, metric_text
-from drover.pipeline.reporting.document import ALL, Bars, Block, Table, Text, filled, flat, spread
+from drover.pipeline.evaluation.items import ANSWER_BITS
+from drover.pipeline.evaluation.results import OVERALL, doubts, metric_text, metrics_text
+from drover.pipeline.reporting.document import (
+    ALL,
+    Bars,
+    Block,
+    Lines,
+    Series,
+    Table,
+    Text,
+    filled,
+    flat,
+    spread,
+    words,
+)
 from drover.pipeline.reporting.facts import Facts
 
 MOST_SAMPLES = 4
 """Steps of training whose texts are shown."""
+MOST_CHARTS = 24
+"""Charts of scores: a suite may have hundreds of metrics."""
+MOST_ROWS = 12
+"""Checkpoints in their table."""
 SPLIT = ("clean", "dirty")
 """The items of a task without and with contamination."""
 SIDES = {"transformers, on the export": "transformers", "training model": "training",
@@ -59,6 +76,44 @@ def tasks(facts: Facts) -> Iterator[Block]:
         for name, task in result.items() for which, part in task.get("contamination", {}).items() if which in SPLIT],
         filled("Scores ± standard error; {definitions[contamination]}.", facts.results))
     yield from (f"{doubt}." for doubt in doubts(result))
+
+
+def scores(facts: Facts) -> Iterator[Block]:
+    """Curves of the scores of checkpoints, and of the finished model at their end; empty without scored checkpoints."""
+    if not facts.scores:
+        return
+    counts = facts.counts("train")
+    rows = [*map(vars, facts.scores)]
+    if facts.results and rows[-1]["step"] < counts["steps"]:
+        rows.append({"step": counts["steps"], "tokens": counts["tokens"], "tasks": facts.results["tasks"],
+                     "bits_per_byte": {OVERALL: facts.validation["overall"]["bits_per_byte"]}})
+    charts = [_score_chart("Bits per byte of validation text", [
+        (row["tokens"], row["bits_per_byte"].get(OVERALL), None) for row in rows])]
+    for name, metric in dict.fromkeys((name, metric) for row in rows for name, task in row["tasks"].items()
+                                      for metric in [*task["metrics"], ANSWER_BITS]):
+        known = [(row["tokens"], row["tasks"][name]) for row in rows if name in row["tasks"]]
+        points = [(tokens, *(task["metrics"].get(metric) or {"value": task.get(metric), "stderr": None}).values())
+                  for tokens, task in known]
+        charts.append(_score_chart(f"{name}, {words(metric)}", points, known[0][1].get("chance")
+                                   if metric.startswith("acc") else None))
+    yield from [chart for chart in charts if chart][:MOST_CHARTS]
+    yield Table("Scores of checkpoints", {
+        "step": "{step:,}", "tokens": "{tokens:,}", "training FLOPs": "{flops:.2e}",
+        "bits per byte": f"{{bits_per_byte[{OVERALL}]:.4f}}", "tasks": "{scores}"}, [
+        {**row, "scores": "; ".join(f"{name} {metrics_text(task['metrics'])}" for name, task in row["tasks"].items())}
+        for row in spread(rows, MOST_ROWS)],
+        f"The first {MOST_CHARTS} of {len(charts):,} charts are shown; train/scores has all." * (
+            len(charts) > MOST_CHARTS) or "Bands and ± are standard errors.")
+
+
+def _score_chart(title: str, points: Sequence[tuple[float, float | None, float | None]], chance: float | None = None
+                 ) -> Lines:
+    """A score over tokens with its standard errors. points: (tokens, score, standard error)."""
+    known = [(tokens, value, error or 0.0) for tokens, value, error in points if value is not None]
+    tokens, values, errors = ([*column] for column in zip(*known, strict=True)) if known else ([], [], [])
+    by_chance = [Series("by chance", tokens, [chance] * len(tokens), faint=True)] if chance is not None else []
+    return Lines(title, "", [*by_chance, Series("score ± standard error", tokens, values, errors=errors)],
+                 over="tokens")
 
 
 def samples(facts: Facts) -> Iterator[Block]:

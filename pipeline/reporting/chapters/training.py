@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from statistics import fmean
 
 from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.evaluation.checkpoint_scores import SCORED
 from drover.pipeline.records.goodput import CAUSES
 from drover.pipeline.reporting.document import (
     ALL,
@@ -45,7 +46,7 @@ MOST_EVENTS = 50
 """Rows of the table of events and of that of starts; a run may skip thousands of steps."""
 EVENT_FIELDS = ("text", "reason", "error", "changes", "ranks", "planned_epochs", "sink")
 """The fields of an event that are shown."""
-REPORTED_ELSEWHERE = ("checkpoint", "checkpoint_copied", "fp8", "norms")
+REPORTED_ELSEWHERE = ("checkpoint", "checkpoint_copied", "fp8", "norms", SCORED)
 PRODUCTIVE = "productive steps"
 MEANINGS = {**CAUSES, PRODUCTIVE: "steps of the finished model, each counted once",
             ALL: "from the first start of training to its end"}
