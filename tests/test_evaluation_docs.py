@@ -1,4 +1,5 @@
-"""Every command of docs/evaluation.md on small models, in order; the stage is in tests/stages/test_evaluate.py."""
+"""Commands of docs/evaluation.md on small models; the stage is in tests/stages/test_evaluate.py, and the scores while
+training are in test_watch.py there."""
 
 import shlex
 
@@ -26,7 +27,7 @@ def home(tmp_path_factory):
 
 def test_the_page_has_the_promised_commands():
     assert [" ".join(command.split()[:2]) for command in COMMANDS] == [
-        "drover compare", "drover compare", "drover run"]
+        "drover compare", "drover compare", "drover evaluate", "drover evaluate", "drover run"]
 
 
 @pytest.mark.slow

@@ -1,21 +1,28 @@
 """Checkpoints are scored while training runs, and both are killed: each score is that of the stage, and made once."""
 
 import random
+import shlex
+import shutil
 import time
 from collections import Counter
 
 import pytest
 
 from drover.launch.status import main as status
+from drover.pipeline.config.loading import load_config, save_config
 from drover.pipeline.core.files import Ledger, read_json
 from drover.pipeline.evaluation.checkpoint_scores import SCORED, read_scores
 from tests.conftest import environment, run_stage, warm_server
+from tests.pages import commands
 from tests.refusal import printed
 from tests.stages.small_run import item, write_task
 from tests.stages.training import copy_run, events, kill, reusing, run_train, started, train_folder
 from tests.training.test_sinks import board_of, points
 from tests.waiting import HANG_S, wait_for
 
+COMMANDS = [shlex.split(command)[2:] for command in commands("evaluation") if command.startswith("drover evaluate")]
+WATCH, ONCE = ([*command][1:] for command in COMMANDS)
+"""The options in docs/evaluation.md."""
 PARTS = ["task one", "task two", "validation text"]
 
 
@@ -42,7 +49,7 @@ def unscored(unscored_once, tmp_path):
     return copy_run(unscored_once, tmp_path)
 
 
-def evaluator(config, *options, ranks=1):
+def evaluator(config, options=ONCE, ranks=1):
     return warm_server().start(["drover.pipeline.watch", str(config.parent / "runs/mini"), *options], environment(),
                                ranks=ranks)
 
@@ -77,7 +84,7 @@ def test_checkpoints_wait_for_their_scores_which_are_those_of_the_stage(unscored
     """A kill of the evaluator costs the part that it hit. The last checkpoint is the model that is exported."""
     assert steps_there(unscored) == [4, 8, 12]
     chance = random.Random(5)
-    for _ in range(4):
+    for _ in range(3):
         process = evaluator(unscored)
         time.sleep(chance.uniform(0, 4))
         kill(process)
@@ -102,6 +109,16 @@ def test_checkpoints_wait_for_their_scores_which_are_those_of_the_stage(unscored
     assert steps_there(unscored) == [16]
 
 
+@pytest.mark.slow
+def test_two_ranks_that_shard_the_weights_score_the_same(unscored):
+    finished(evaluator(unscored))
+    alone = scores(unscored)
+    shutil.rmtree(train_folder(unscored) / "scores")
+    save_config(load_config(unscored, ["evaluate.dp_shard=2"]), unscored.parent / "runs/mini/config.yaml")
+    assert "weights sharded over 2 ranks" in finished(evaluator(unscored, ranks=2))
+    assert scores(unscored) == alone
+
+
 def test_beside_a_training_that_is_killed(scored_once, unscored_once, tmp_path):
     config = copy_run(scored_once, tmp_path, name="mini")
     kill_at = random.Random(3)
@@ -111,7 +128,7 @@ def test_beside_a_training_that_is_killed(scored_once, unscored_once, tmp_path):
         with started(config) as process:
             folder = train_folder(config)
             wait_for(folder.is_dir, of=process)
-            watching = watching or evaluator(config, "--watch")
+            watching = watching or evaluator(config, WATCH)
             time.sleep(kill_at.uniform(1, 3))
     run_train(config)
     output = finished(watching)
