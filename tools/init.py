@@ -113,7 +113,7 @@ class Proposal:
     def epochs(self) -> str:
         """What of the text is trained on, in words."""
         share = self.tokens / self.corpus_tokens
-        return f"{share:.2g} epochs of your text" if share >= 1 else f"{100 * share:.2g}% of your text"
+        return f"{share:,.{share < 10:d}f} epochs of your text" if share >= 1 else f"{100 * share:.2g}% of your text"
 
     @property
     def batch_tokens(self) -> int:
@@ -151,7 +151,7 @@ class Proposal:
 
     def expected(self, gzip_bits: float) -> str:
         """The bits per byte that it will need of validation text for which gzip needs so many, in words."""
-        bits = gzip_bits * BITS * (self.tokens * self.token_bytes / BITS_AT) ** -BITS_POWER
+        bits = gzip_bits * BITS * (self.wanted * self.token_bytes / BITS_AT) ** -BITS_POWER
         return (f"about {bits:.2f} bits per byte of validation text, between {bits * (1 - BITS_RANGE):.2f} and "
                 f"{bits * (1 + BITS_RANGE):.2f}, by a rule from small models trained on 1 to 10 MB ({BITS_RULE})")
 

@@ -266,7 +266,7 @@ class Search:
         """The documents with these ids by their keys, as `left_out` gives them. Text shards are read if one of the
         names occurs in them."""
         self.run.finished("shard")
-        forms = [orjson.dumps(name)[1:-1] for own in names for name in (own, own.partition("/")[2]) if name]
+        forms = [orjson.dumps(name) for own in names for name in (own, own.partition("/")[2]) if name]
         result = dict[str, Record]()
         records = self.text_records if names else {}
         with ProgressBar("trace", "search", len(records), "text shards", sys.stderr) as progress:
