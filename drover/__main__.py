@@ -22,6 +22,7 @@ COMMANDS = {
     "chat": ("tools.chat:main", "generate text with a model: continue prompts, or chat"),
     "evaluate": ("pipeline.watch:main", "score a run's checkpoints while it trains, or afterwards"),
     "compare": ("tools.compare:main", "compare models on the same items"),
+    "tasks": ("tools.tasks:main", "download the data of the harness's own tasks, and list it"),
     "weights": ("tools.weights:main", "convert weights between Drover's and Hugging Face's form"),
     "classifier": ("tools.classifier:main", "train a model that scores documents"),
     "trace": ("tools.trace.__main__:main", "find the documents of a training step, or the steps that saw a document"),

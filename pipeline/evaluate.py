@@ -22,7 +22,8 @@ if __package__ in (None, ""):  # run as a script: find the packages, and let no 
 from drover.pipeline.core.console import Watch, counted, watch_of
 from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.core.files import Ledger, output_record, sha256_json, write_json
-from drover.pipeline.evaluation.tasks import chosen_tasks, go_offline
+from drover.pipeline.evaluation.selection import chosen_tasks
+from drover.pipeline.evaluation.tasks import go_offline
 
 if TYPE_CHECKING:
     from drover.pipeline.contract.inputs import Expected, InputCheck
@@ -234,7 +235,8 @@ def measure_tasks(work: Work, ranks: Ranks, cached: Cached, opened: OpenedModel,
             results[task.name] = cached.get(
                 name, ("tokenizer", "convert"), (
                     "sequence_length", "dtype", "task_limit", "bootstrap_iters"),
-                partial(measure_task, model, task, settings.task_limit, settings.bootstrap_iters, log), files=files)
+                partial(measure_task, model, task, settings.task_limit, settings.bootstrap_iters, log), files=files,
+                overrides=task.overrides)
         except UserError as error:
             failed.append(str(error))
     if failed:

@@ -43,7 +43,8 @@ from drover.pipeline.evaluation.checkpoint_scores import (
 from drover.pipeline.evaluation.items import BITS
 from drover.pipeline.evaluation.results import OVERALL, bits_per_byte, doubts, library_versions, metrics_text, rounded
 from drover.pipeline.evaluation.scores import Score
-from drover.pipeline.evaluation.tasks import go_offline, problems
+from drover.pipeline.evaluation.selection import problems
+from drover.pipeline.evaluation.tasks import go_offline
 from drover.pipeline.records.checkpoints import SCORES, read_marker, step_of
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
-"""A Hub of models on 127.0.0.1, which speaks the Hugging Face Hub's protocol to huggingface_hub itself, and an empty
-cache of its own.
+"""A Hub of models and data sets (`datasets/OWNER/NAME`) on 127.0.0.1, which speaks the Hugging Face Hub's protocol to
+huggingface_hub itself, and an empty cache of its own.
 
     def test_something(hub):
-        commit = hub.push("someone/llama", folder)     # the branch main moves there
+        commit = hub.push("someone/llama", folder)     # the branch main moves there; "datasets/..." for a data set
         hub.off = True                                 # there is no network
         run_python(..., **hub.variables)
 """
@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,14 +19,15 @@ from pathlib import Path
 import pytest
 
 TOKEN = "hf_of_this_test"
-REQUEST = re.compile(r"/(?:api/models/)?(?P<name>[^/]+/[^/]+)/(?P<what>revision|tree|resolve)/(?P<revision>[^/?]+)"
-                     r"(?:/(?P<path>[^?]+))?")
+REQUEST = re.compile(r"/(?:api/(?:models/|(?=datasets/)))?(?P<name>(?:datasets/)?[^/]+/[^/]+)"
+                     r"(?:/(?P<what>revision|tree|resolve)/(?P<revision>[^/?]+)(?:/(?P<path>[^?]+))?)?(?:\?|$)")
 
 
 @dataclass
 class Hub:
     """Repositories by name: their commits by branch, tag or hash, and the files of each. `closed` ones show their files
-    to TOKEN only; of `hidden` ones others do not even see that they exist. `seen`: each request's method and path."""
+    to TOKEN only; of `hidden` ones others do not even see that they exist. `seen`: each request's method and path.
+    A download of a file that ends like `held` sends half of it, sets `waiting` and stops there."""
 
     home: Path
     address: str = ""
@@ -35,6 +37,8 @@ class Hub:
     hidden: set[str] = field(default_factory=set)
     seen: list[tuple[str, str]] = field(default_factory=list)
     off: bool = False
+    held: str | None = None
+    waiting: threading.Event = field(default_factory=threading.Event)
 
     def push(self, name, folder, *tags):
         """A new commit with the files of a folder; its hash."""
@@ -68,10 +72,10 @@ def answering(hub):
                 self.close_connection = True
             elif name not in hub.revisions or (name in hub.hidden and not allowed):
                 self.answer(401, {"X-Error-Code": "RepoNotFound"})
-            elif (commit := hub.revisions[name].get(match["revision"])) is None:
+            elif (commit := hub.revisions[name].get(match["revision"] or "main")) is None:
                 self.answer(404, {"X-Error-Code": "RevisionNotFound"})
-            elif match["what"] == "revision":
-                self.answer(200, {}, json.dumps({"id": name, "sha": commit}).encode())
+            elif match["what"] in ("revision", None):
+                self.answer(200, {}, json.dumps({"id": name.removeprefix("datasets/"), "sha": commit}).encode())
             elif match["what"] == "tree":
                 self.answer(200, {}, json.dumps([
                     {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
@@ -90,7 +94,13 @@ def answering(hub):
             for key, value in {**headers, "Content-Length": str(len(data))}.items():
                 self.send_header(key, value)
             self.end_headers()
-            if self.command == "GET":
+            if self.command == "GET" and hub.held and self.path.endswith(hub.held):
+                self.wfile.write(data[:len(data) // 2])
+                self.wfile.flush()
+                hub.waiting.set()
+                while hub.held:
+                    time.sleep(0.05)
+            elif self.command == "GET":
                 self.wfile.write(data)
 
         def log_message(self, *_):

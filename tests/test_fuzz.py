@@ -275,7 +275,7 @@ def _read_items(folder):
 
 
 def _read_tasks(folder):
-    _each(*(task.inputs for task in find_tasks([folder]).values()),
+    _each(*(task.inputs for task in find_tasks([folder], folder).values()),
           *(lambda path=path: list(items_of(EvaluationSet(path=str(path)))) for path in sorted(folder.glob("*.yaml"))))
 
 

@@ -204,6 +204,7 @@ REFUSED = {program: (arguments, said) for program, arguments, said in table(f"""
     drover.tools.presets -> nope -> There is no preset 'nope'
     drover.tools.rehearse -> --config {CONFIG} --ranks 3 -> cannot be rehearsed on 3 ranks
     drover.tools.verify -> nope -> {NO_RUN}
+    drover.tools.tasks -> list nope -> The command names nope, but there is no such task
     drover.tools.weights -> nope --to x --format hf -> {NO_RUN}
     drover.tools.trace -> nope --step 1 -> {NO_RUN}""")}
 """Of each program, wrong arguments and what is said of them."""

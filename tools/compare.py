@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 from drover.pipeline.config.kinds import add_plugin_option
 from drover.pipeline.config.tree import EvaluateConfig
 from drover.pipeline.contract.run import Run, run_in
-from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.core.console import (
     Parser,
     Program,
@@ -43,7 +42,8 @@ from drover.pipeline.core.errors import UserError, listed, require
 from drover.pipeline.evaluation.items import ANSWER_BITS, BITS, TaskResult
 from drover.pipeline.evaluation.open_model import open_model, run_of, tokenizer_of
 from drover.pipeline.evaluation.scores import Item, decimals, scored
-from drover.pipeline.evaluation.tasks import go_offline, tasks_named
+from drover.pipeline.evaluation.selection import Selection, add_task_places
+from drover.pipeline.evaluation.tasks import go_offline
 from drover.pipeline.records.weight_files import weights_folder
 from drover.pipeline.storage.model_hub import names_the_hub
 
@@ -66,8 +66,7 @@ def add_options(parser: Parser) -> None:
                         help="runs, checkpoints, Hugging Face folders")
     add_plugin_option(parser)
     parser.add_argument("--tasks", nargs="*", default=[], metavar="TASK", help="names of tasks")
-    parser.add_argument("--task-folders", nargs="+", type=Path, default=[REPOSITORY / "configs/tasks"],
-                        metavar="FOLDER", help="where they are looked for (default: configs/tasks)")
+    add_task_places(parser)
     parser.add_argument("--validation", type=find_run, metavar="RUN",
                         help="also bits per byte of this run's validation text")
     parser.add_argument("--limit", type=int, metavar="N",
@@ -88,7 +87,7 @@ def work(options: argparse.Namespace) -> None:
     if not options.tasks and options.validation is None:
         raise UserError("There is nothing to measure: give --tasks, --validation or both, such as --validation RUN "
                         "for bits per byte of that run's validation text (drover compare A B --validation A).")
-    tasks = tasks_named(options.tasks, options.task_folders, "--tasks")
+    tasks = [*Selection(options.task_folders, options.data, "--tasks").add(options.tasks).fetched().tasks.values()]
     if problems := [problem for task in tasks for problem in task.problems()]:
         raise UserError(listed(problems))
     validation = None if options.validation is None else run_in(options.validation)

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from drover.pipeline.core.errors import UserError, is_full_disk, meant
 from drover.pipeline.storage.store import SCHEMES, WEB, Store, is_url
 
-EXTERNAL = frozenset({"paths", "validation_paths", "path", "task_folders", "init_from"})
+EXTERNAL = frozenset({"paths", "validation_paths", "path", "task_folders", "task_data", "init_from"})
 """Names of settings with paths of files outside of the run. The content decides what is computed, not the path."""
 _ADDRESS = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):/{1,2}(?=[^/])|^file://")
 _LOGIN = re.compile(r"(?!abfs)[^:]+://[^/]*@")

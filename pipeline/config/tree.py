@@ -62,9 +62,13 @@ class EvaluateConfig(Section):
     multiple of train.checkpoint.every_steps. Training keeps these checkpoints until they were scored, so without that
     program it keeps all of them."""
     tasks: list[str] = []
-    """Names of lm-evaluation-harness tasks, found under `task_folders`."""
+    """Names of lm-evaluation-harness tasks: your own under `task_folders`, or the harness's own tasks, groups and tags,
+    whose data `drover tasks fetch` has downloaded into `task_data`. NAME_5shot puts five examples before each
+    question."""
     task_folders: list[LocalPath] = execution(["configs/tasks"])
     """Folders with YAML files of tasks. Relative paths start at the repository."""
+    task_data: LocalPath = execution("task_data")
+    """Folder with the data sets of the harness's own tasks. A copy of it works on another machine."""
     task_limit: PositiveInt | None = None
     """Items per task; null: all."""
     contamination: bool = added(False)

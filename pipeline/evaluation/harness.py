@@ -201,7 +201,7 @@ def _measured(model: HarnessModel, task_file: TaskFile, limit: int | None, boots
         if problems := [*task_file.problems()]:
             raise UserError(listed(problems))
         try:
-            task = _load(task_file, Path(folder))
+            task = load_task(task_file, Path(folder))
         except Exception as error:
             raise UserError(f"it cannot be loaded: {_reason(error)} Check its settings and data files.") from error
         failed = dict[str, str]()
@@ -214,19 +214,22 @@ def _measured(model: HarnessModel, task_file: TaskFile, limit: int | None, boots
     if bootstrap_iters and BITS in metrics:  # for which the harness computes none
         metrics[BITS]["stderr"] = scored(items["per_item"]["metrics"][BITS])["stderr"]
     counts = measured["n-samples"][name]
-    return {"metrics": metrics, "items": counts["effective"], "items_in_file": counts["original"],
-            "few_shot": measured["n-shot"][name], "kind": task.OUTPUT_TYPE, "version": str(measured["versions"][name]),
-            "contexts_truncated": model.truncated - truncated, "without_value": failed, **items}
+    result: TaskResult = {
+        "metrics": metrics, "items": counts["effective"], "items_in_file": counts["original"],
+        "few_shot": measured["n-shot"][name], "kind": task.OUTPUT_TYPE, "version": str(measured["versions"][name]),
+        "contexts_truncated": model.truncated - truncated, "without_value": failed, **items}
+    if task_file.source:
+        result["data"] = task_file.source
+    return result
 
 
-def _load(task_file: TaskFile, folder: Path) -> Any:
+def load_task(task_file: TaskFile, folder: Path) -> Any:
     """The harness's task object. Its data is read from absolute paths (the harness resolves them in the working
     directory, not next to the task) into our own cache in the folder."""
     datasets.disable_progress_bars()
-    data = {**task_file.settings["dataset_kwargs"], "data_files": task_file.data_files,
-            "cache_dir": str(folder / "cache")}
     (folder / "task.yaml").write_text(yaml.safe_dump({
-        "include": str(task_file.path.absolute()), "task": task_file.name, "dataset_kwargs": data}), encoding="utf-8")
+        "include": str(task_file.path.absolute()), **task_file.overrides, "task": task_file.name,
+        **task_file.loading(folder / "cache")}), encoding="utf-8")
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     task = manager.load([task_file.name])["tasks"][task_file.name]
     if task.get_config("num_fewshot") is None:

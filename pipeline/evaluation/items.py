@@ -40,7 +40,8 @@ class ItemResults(TypedDict):
 
 
 class TaskResult(ItemResults):
-    """What is measured of a task. without_value: why metrics have none. contamination: see `contamination.py`."""
+    """What is measured of a task. without_value: why metrics have none. contamination: see `contamination.py`. data:
+    `OWNER/NAME@COMMIT` of a fetched data set."""
 
     metrics: dict[str, Score]
     items: int
@@ -51,6 +52,7 @@ class TaskResult(ItemResults):
     contexts_truncated: int
     without_value: dict[str, str]
     contamination: NotRequired[dict[str, Any]]
+    data: NotRequired[str]
 
 
 def shown_name(metric: str, filter_name: str) -> str:

@@ -1,37 +1,35 @@
-"""lm-evaluation-harness tasks in local YAML and data files: finds them and lists their files as inputs of a stage.
+"""A task of lm-evaluation-harness: its YAML file, and its data as inputs of a stage.
 
-A task is a YAML file as the harness documents it, with `dataset_path: json` (or csv, parquet ...) and
-`dataset_kwargs.data_files`, whose paths are relative to the YAML file. Finding tasks imports neither the harness nor
-torch, because the launcher does it too.
+The data are local files (`dataset_path: json`, or csv, parquet ..., and `dataset_kwargs.data_files` with paths relative
+to the YAML file), or a data set of the Hub that `drover tasks fetch` has downloaded. Nothing here imports the harness
+or torch, because the launcher finds tasks too.
 """
 
 from __future__ import annotations
 
 import glob
 import os
+import re
 import sys
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from drover.pipeline.config.loading import read_task
 from drover.pipeline.core.console import first
-from drover.pipeline.core.errors import REPOSITORY, UserError, meant
+from drover.pipeline.core.errors import UserError, meant
 from drover.pipeline.core.files import bounded_lines, opened, parsed_json, typed
+from drover.pipeline.evaluation.fetched import FetchedData, read_fetched
 
-if TYPE_CHECKING:
-    from drover.pipeline.config.tree import Config
-
-
+DATASET = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+"""A data set's name on the Hub."""
 FIELDS = ("doc_to_text", "doc_to_choice", "doc_to_target")
-ELSEWHERE = ("nothing is downloaded: put the YAML file and the data of another task there (docs/evaluation.md), or "
-             "measure the export with the command lm_eval. A group or tag is named by its tasks.")
 SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
 
@@ -56,21 +54,54 @@ class TaskFile:
         path: the YAML file.
         settings: its content; `!function` values are paths.
         files: the YAML file, what it includes, and local Python modules it refers to.
+        data: the folder with fetched data sets.
+        overrides: settings of a group or suite that replace the file's.
     """
 
     name: str
     path: Path
     settings: Mapping[str, Any]
     files: tuple[Path, ...]
+    data: Path
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def dataset(self) -> str | None:
+        """The name of its data set on the Hub; None if it reads local files. UserError if it reads neither."""
+        if self.dataset_settings.get("data_files"):
+            return None
+        named = self.settings.get("dataset_path")
+        if not isinstance(named, str) or not DATASET.fullmatch(named) or "custom_dataset" in self.settings:
+            raise UserError(f"The task {self.name} ({self.path}) gets its data by code of its own, which Drover does "
+                            f"not fetch, or names none. Leave the task out, or write one with local files: "
+                            f"`dataset_path: json` and `dataset_kwargs: {{data_files: {{test: file.jsonl}}}}`.")
+        return named
+
+    @property
+    def configuration(self) -> str:
+        """The configuration of its data set; "" for the only one."""
+        return str(self.settings.get("dataset_name") or "")
+
+    @cached_property
+    def fetched(self) -> FetchedData | None:
+        """The record of its data set if its files were fetched. UserError as `dataset`, or for a damaged record."""
+        record = None if self.dataset is None else read_fetched(self.data, self.dataset)
+        return record if record is not None and self.configuration in record.configurations else None
+
+    @property
+    def plain_name(self) -> str:
+        """The name without the number of few-shot examples that a choice has added."""
+        return self.name.removesuffix(f"_{self.overrides.get('num_fewshot')}shot")
+
+    @property
+    def dataset_settings(self) -> Mapping[str, Any]:
+        """What the harness passes to the library that reads data sets."""
+        return self.settings.get("dataset_kwargs") or {}
 
     @cached_property
     def data_files(self) -> dict[str, list[str]]:
-        """Absolute paths of the data files by split; UserError if there are none here."""
-        given = (self.settings.get("dataset_kwargs") or {}).get("data_files")
-        if not given:
-            raise UserError(f"The task {self.name} ({self.path}) reads {self.settings.get('dataset_path')!r}, not "
-                            f"local files. Evaluation is offline: give `dataset_path: json` and "
-                            f"`dataset_kwargs: {{data_files: {{test: file.jsonl}}}}`, relative to the YAML file.")
+        """Absolute paths of the local data files by split."""
+        given = self.dataset_settings["data_files"]
         splits = given if isinstance(given, dict) else {"train": given}
         return {split: [path for pattern in (patterns if isinstance(patterns, list) else [patterns])
                         for path in self._matches(str(pattern))] for split, patterns in splits.items()}
@@ -88,14 +119,44 @@ class TaskFile:
     def inputs(self) -> list[tuple[str, Path]]:
         """All files that decide the task, with names that do not depend on where the folder is."""
         home = self.path.parent.absolute()
-        paths = dict.fromkeys([*(path.absolute() for path in self.files),
-                               *(Path(path) for split in self.data_files.values() for path in split)])
-        return [(f"{self.name}/{path.relative_to(home) if path.is_relative_to(home) else path.name}", path)
-                for path in paths]
+        local = () if self.dataset is not None else (Path(path) for split in self.data_files.values() for path in split)
+        paths = dict.fromkeys([*(path.absolute() for path in self.files), *local])
+        return [*((f"{self.name}/{path.relative_to(home) if path.is_relative_to(home) else path.name}", path)
+                  for path in paths), *((f"{self.name}/{self.dataset}/{name}", self.snapshot / name)
+                                        for name in self._fetched_files())]
+
+    @property
+    def snapshot(self) -> Path:
+        """The folder of its fetched data set's commit."""
+        assert self.dataset is not None and self.fetched is not None, "it was not fetched"
+        return self.data.absolute() / self.dataset / self.fetched.revision
+
+    @property
+    def source(self) -> str:
+        """`OWNER/NAME@COMMIT` of a fetched data set, else ""."""
+        return "" if self.fetched is None else f"{self.dataset}@{self.fetched.revision}"
+
+    def _fetched_files(self) -> list[str]:
+        return [] if self.fetched is None else self.fetched.configurations[self.configuration]
+
+    def loading(self, cache: Path) -> dict[str, Any]:
+        """Settings with which the harness reads the data where they are, into a cache. Code of a data set is never
+        run."""
+        given = {**self.dataset_settings, "cache_dir": str(cache)}
+        for key in ("trust_remote_code", "revision"):
+            given.pop(key, None)
+        if self.dataset is None:
+            return {"dataset_kwargs": {**given, "data_files": self.data_files}}
+        return {"dataset_path": str(self.snapshot), "dataset_kwargs": given}
 
     def problems(self) -> Iterator[str]:
         """What the harness would fail at, or would score as it is not meant: a split without data, an unknown metric,
-        lines of .jsonl files that are no items. A sentence each."""
+        lines of .jsonl files that are no items, a fetched file that has changed. A sentence each."""
+        if self.dataset is not None:
+            if self.fetched is not None:
+                for problem in self.fetched.problems(self.snapshot, self._fetched_files()):
+                    yield f"{problem}. Delete {self.data / self.dataset}, and give: drover tasks fetch {self.name}"
+            return
         splits = self.data_files
         for key in SPLITS:
             if (split := self.settings.get(key)) is not None and split not in splits:
@@ -155,36 +216,9 @@ class TaskFile:
         return known & {*texts, *names}
 
 
-def problems(config: Config) -> list[str]:
-    """What is wrong with the configured tasks, a sentence each."""
-    return [problem for task in chosen_tasks(config) for problem in task.problems()]
-
-
-def input_files(config: Config) -> list[tuple[str, Path]]:
-    """(name, path) of the YAML and data files of the configured tasks; UserError for an unknown task."""
-    return [pair for task in chosen_tasks(config) for pair in task.inputs()]
-
-
-def chosen_tasks(config: Config) -> list[TaskFile]:
-    """The tasks of `evaluate.tasks`, in that order."""
-    folders = [REPOSITORY / folder for folder in config.evaluate.task_folders]
-    return tasks_named(config.evaluate.tasks, folders, "evaluate.tasks")
-
-
-def tasks_named(names: list[str], folders: list[Path], where: str) -> list[TaskFile]:
-    """The tasks with these names under the folders, each once; UserError for a name that is unknown. where: the setting
-    or option with the names, for messages."""
-    known = find_tasks(folders) if names else {}
-    if unknown := [name for name in names if name not in known]:
-        raise UserError(f"{where} names {', '.join(unknown)}, but the tasks in "
-                        f"{' and '.join(map(str, folders)) or 'evaluate.task_folders'} are "
-                        f"{', '.join(sorted(known)) or 'none'}; "
-                        f"{meant(unknown[0], known, ELSEWHERE)}")
-    return [known[name] for name in dict.fromkeys(names)]
-
-
-def find_tasks(folders: list[Path]) -> dict[str, TaskFile]:
-    """Every task under the folders, by name; a later folder wins. UserError for broken YAML or a missing folder."""
+def find_tasks(folders: Iterable[Path], data: Path) -> dict[str, TaskFile]:
+    """Every task under the folders, by name; a later folder wins. data: the folder with fetched data sets. UserError
+    for broken YAML or a missing folder."""
     result: dict[str, TaskFile] = {}
     for folder in folders:
         if not folder.is_dir():
@@ -193,26 +227,26 @@ def find_tasks(folders: list[Path]) -> dict[str, TaskFile]:
         # If the folder contains a run, whose folders may vanish meanwhile, os.walk skips them.
         for path in sorted(Path(where, name) for where, _, names in os.walk(folder) for name in names
                            if name.endswith(".yaml")):
-            settings, files = _read(path)
+            settings, files = read_settings(path)
             name = settings.get("task")
             if not isinstance(name, str) or "group" in settings:
                 continue  # a group, or a file that others include
             if name in in_folder:
                 raise UserError(f"The task {name} is defined twice: in {in_folder[name].path} and in {path}. Rename "
                                 f"one.")
-            in_folder[name] = TaskFile(name, path, settings, tuple(files))
+            in_folder[name] = TaskFile(name, path, settings, tuple(files), data)
         result.update(in_folder)
     return result
 
 
-def _read(path: Path) -> tuple[dict[str, Any], list[Path]]:
+def read_settings(path: Path) -> tuple[dict[str, Any], list[Path]]:
     """The settings in a YAML file and the files they came from."""
     own = read_task(path, _Loader)
     included = own.pop("include", None) or []
     merged = dict[str, Any]()
     files = [path]
     for entry in [included] if isinstance(included, str) else included:
-        below, more = _read(path.parent / entry)
+        below, more = read_settings(path.parent / entry)
         merged.update(below)
         files += more
     modules = [path.parent / value for value in own.values() if isinstance(value, Path)]
@@ -233,7 +267,7 @@ def only_kept_differs(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
     Each part's result is cached under a hash of its own inputs, so that what still fits is not measured again.
     """
-    tasks = [set(fingerprint["config"]["evaluate"]["tasks"]) for fingerprint in (old, new)]
+    tasks = [{name.partition("/")[0] for name in fingerprint["files"]} for fingerprint in (old, new)]
     both = tuple(f"{name}/" for name in tasks[0] & tasks[1])
 
     def fixed(fingerprint: Mapping[str, Any]) -> object:

@@ -19,7 +19,7 @@ from drover.pipeline.core.files import read_json, read_lines, write_json
 from drover.pipeline.evaluation.harness import HarnessModel, measure_task
 from drover.pipeline.evaluation.open_model import OpenedModel, open_model
 from drover.pipeline.evaluation.placing import Placed
-from drover.pipeline.evaluation.tasks import tasks_named
+from drover.pipeline.evaluation.selection import Selection
 from drover.pipeline.tokenization.conversion import byte_tokenizer, write_hugging_face
 from tests.data.source_files import write_jsonl
 from tests.evaluation.task_pack import FILES, write_pack
@@ -178,7 +178,7 @@ def pack(tmp_path_factory, small):
 @pytest.fixture(scope="module")
 def results(pack, small):
     return {task.name: measure_task(small, task, None, 20, os.devnull)
-            for task in tasks_named(NAMES, [pack], "the test")}
+            for task in Selection([pack], pack, "the test").add(NAMES).tasks.values()}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,7 +17,7 @@ from drover.pipeline.evaluation.harness import HarnessModel, measure_task
 from drover.pipeline.evaluation.items import right_choices
 from drover.pipeline.evaluation.results import doubts
 from drover.pipeline.evaluation.scores import scored
-from drover.pipeline.evaluation.tasks import chosen_tasks
+from drover.pipeline.evaluation.selection import chosen_tasks
 from tests.data.source_files import write_jsonl
 from tests.evaluation.test_harness import VOCABULARY, direct, harness
 from tests.refusal import refused, table

@@ -10,7 +10,8 @@ from drover.pipeline.contract.stages import REPOSITORY, STAGES
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_lines
 from drover.pipeline.evaluation.harness import measure_task
-from drover.pipeline.evaluation.tasks import chosen_tasks, find_tasks, input_files
+from drover.pipeline.evaluation.selection import chosen_tasks, input_files
+from drover.pipeline.evaluation.tasks import find_tasks
 from tests.evaluation.test_harness import Uniform, harness
 from tests.refusal import refused
 from tests.stages.small_run import item, write_task
@@ -50,9 +51,10 @@ def test_included_files_are_inputs_too(tmp_path):
 
 
 @pytest.mark.parametrize(("texts", "task", "message"), [
-    ([], "hellaswag", r"nothing is downloaded: put the YAML file .* lm_eval"),
-    ([], "plantd", r"plantd.* are planted; did you mean .planted.\?"),
-    (["task: hub\ndataset_path: someone/dataset\n"], "hub", r"someone/dataset.*offline"),
+    ([], "hellaswag", "hellaswag, whose data is not in task_data.* give: drover tasks fetch hellaswag$"),
+    ([], "plantd", r"plantd, .* are planted; did you mean .planted.\?"),
+    (["task: hub\ndataset_path: someone/dataset\n"], "hub", "fetch hub --task-folders /"),
+    (["task: code\ncustom_dataset: !function a.b\n"], "code", "by code of its own"),
     (["task: ["], "planted", r"0\.yaml cannot be read"),
     (["metric_list: [acc]"], "planted", r"0\.yaml cannot be read: metric_list is \['acc'\]"),
     (["task: x\n", "task: x\n"], "x", "defined twice"),
@@ -92,7 +94,7 @@ def test_a_task_that_cannot_be_scored_is_refused_with_file_and_line(tmp_path, ch
 
 
 def test_shipped_tasks_are_well_made():
-    result = find_tasks([REPOSITORY / "configs" / "tasks"])
+    result = find_tasks([REPOSITORY / "configs" / "tasks"], Path())
     assert sorted(result) == ["python_line", "python_stdlib"]
     for task in result.values():
         path, = task.data_files["test"]

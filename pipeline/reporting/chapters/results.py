@@ -63,7 +63,7 @@ def tasks(facts: Facts) -> Iterator[Block]:
         "task": "{name}", "version": "{version}", "metric": "{metric}", "value": "{value:.3f}",
         "std. error": "{stderr:.3f}", "chance": "{guessing:.3f}", "items": "{items:,}",
         "items in the file": "{items_in_file:,}", "few-shot": "{few_shot:n}",
-        "answer bits per byte": "{answer_bits_per_byte:.3f}"}, [
+        "answer bits per byte": "{answer_bits_per_byte:.3f}", "data set": "{data}"}, [
         # Chance is the share of right choices in blind guessing: a baseline of accuracies, not of other metrics.
         {**task, **entry, "name": name, "metric": metric,
          "guessing": task.get("chance") if metric.startswith("acc") else None}
