@@ -19,7 +19,7 @@ import psutil
 from pydantic import TypeAdapter
 
 from drover.launch.slurm.chain import JobChain, read_chain
-from drover.launch.slurm.scheduler import EXPECTED, LAST, UNKNOWN, JobInfo, is_stuck, meaning
+from drover.launch.slurm.scheduler import EXPECTED, LAST, NEVER, UNKNOWN, JobInfo
 from drover.pipeline.config.loading import OF_A_STAGE, read_without_plugins
 from drover.pipeline.contract.manifest import STARTED, Manifest, read_manifest
 from drover.pipeline.contract.run import Run
@@ -243,10 +243,10 @@ def _state(run: RunFiles, stage: StageFiles, info: JobInfo, now: float, *, silen
                               f"are gone")
         if info.state != "PENDING":
             return "running", ""
-        text = f"{name} (job {info.id}) {meaning(info.reason, info.id)} ({info.reason})"
-        if is_stuck(info.reason):
-            return "failed", f"{text}; remove it first: drover cancel {run.folder}"
-        return "waiting", "" if info.reason in EXPECTED else text
+        if info.reason in NEVER:
+            return "failed", (f"{name} (job {info.id}) will never start ({info.reason}); remove it first: drover cancel "
+                              f"{run.folder}")
+        return "waiting", "" if info.reason in EXPECTED else f"{name} (job {info.id}) waits: {info.reason}"
     if stage.manifest is not None:
         if changed := _changed_since(run.stages, name):
             return "outdated", f"{name} was made from earlier outputs of {', '.join(dict.fromkeys(changed))}"
@@ -261,8 +261,8 @@ def _state(run: RunFiles, stage: StageFiles, info: JobInfo, now: float, *, silen
         if broken and not last and info.state in (UNKNOWN, "CANCELLED"):
             return "to do", ""  # Slurm removes jobs that wait for a failed one
         end = ENDS.get(info.state, f"ended {info.state} ({info.reason or 'no reason given'})")
-        if info.state != UNKNOWN and is_stuck(info.reason):
-            end = f"{meaning(info.reason, info.id)} ({info.reason}), so Slurm removed it"
+        if info.reason in NEVER:
+            end = f"would never have started ({info.reason}), so Slurm removed it"
         reasons = ["", *(f": {start.reason.rstrip('.')}" for start in stage.starts
                          if start.job.partition("_")[0] == info.id and start.reason)]
         return "failed", f"{name} failed: job {info.id} {end}{reasons[-1]}{logs}"

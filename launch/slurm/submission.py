@@ -25,7 +25,7 @@ from drover.launch.processes import answer_of
 from drover.launch.slurm.chain import CHAIN, ChainJob, JobChain, in_queue
 from drover.launch.slurm.nodes import failing, named
 from drover.launch.slurm.options import FOLDER, outer_python, parameters
-from drover.launch.slurm.scheduler import OWN, Scheduler, of_another_job, refusal
+from drover.launch.slurm.scheduler import OWN, Scheduler, of_another_job, plain
 from drover.launch.slurm.trust import refuse_foreign_files
 from drover.pipeline.config.checks import network
 from drover.pipeline.config.kinds import plugin_files
@@ -159,8 +159,8 @@ def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
         with clean_env(of_another_job(os.environ)), environment_variables(**own):
             first = executor.map_array(task, job.elements)[0] if job.elements else executor.submit(task)
     except (RuntimeError, OSError) as error:
-        why, advice = refusal(str(error), "to run without Slurm, on this machine, use --cluster local")
-        raise UserError(f"Slurm did not accept the job {job.name}: {why}. What to do: {advice}.") from None
+        raise UserError(f"Slurm did not accept the job {job.name}: {plain(str(error))}. Change what it requests (`drover "
+                        f"explain launch`), or run on this machine with --cluster local.") from None
     return ChainJob(job.name, job.stage, first.job_id.partition("_")[0], job.elements or None,
                     tuple(ids[need] for need in job.dependencies))
 

@@ -56,14 +56,12 @@ def run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("message, answer, state, remark", table(r"""
-    preempted -> PENDING BeginTime -> waiting -> after about two minutes
+    preempted -> PENDING BeginTime -> waiting -> ^train \(job 16\) waits: BeginTime$
     preempted -> COMPLETING -> ending -> ^train \(job 16\) is ending or being cancelled
     running -> COMPLETING -> ending -> ^train \(job 16\) is ending or being cancelled
     null -> RUNNING -> running -> ^$
-    running -> PENDING launch failed requeued held -> waiting -> `scontrol release 16`
     null -> PENDING Dependency -> waiting -> ^$
-    null -> PENDING Resources -> waiting -> train \(job 16\) waits for free nodes; .* \(Resources\)$
-    null -> PENDING DependencyNeverSatisfied -> failed -> will never run.* remove it first: drover cancel runs/demo
+    null -> PENDING DependencyNeverSatisfied -> failed -> will never start.* remove it first: drover cancel runs/demo
     preempted -> unknown -> stopped -> train stopped after step 300: why
     failed -> CANCELLED -> failed -> train failed after step 300: why.*to continue: python launch/submit.py
     running -> unknown -> failed -> train failed: job 16 is no longer known to Slurm: it crashed or was

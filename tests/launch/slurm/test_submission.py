@@ -233,7 +233,7 @@ def test_what_a_partition_takes_is_queued(slurm, words):
 
 def test_a_refused_submission_says_what_is_queued(slurm):
     message = slurm.refused("--stage all", REFUSED="103")
-    assert "trial-encode: invalid partition. What to do: set launch.partition; `sinfo` shows those that" in message
+    assert "trial-encode: invalid partition. Change what it requests (`drover explain launch`)" in message
     assert f"Queued before it: 101 102; `drover cancel {slurm.run}` removes all jobs of the run" in message
     assert [job.id for job in slurm.chain.jobs] == ["101", "102"], "what is queued can be cancelled"
     assert slurm.chain.refused in message
