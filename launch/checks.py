@@ -95,13 +95,13 @@ def site_problems(config: Config, jobs: list[Job]) -> list[str]:
     for job in jobs:
         if job.to_run:
             for text in (*_unknown_names(job, known), *_beyond_limits(config, job, nodes)):
-                causes[text].append(job.key)
+                causes[text].append(job.stage)
     return [f"{first(keys)}: {text}" for text, keys in causes.items()]
 
 
 def memory_problems(config: Config, jobs: list[Job], options: Options) -> Iterator[str]:
     """Whether training's state alone exceeds the memory of a rank, if both are known."""
-    train = next((job for job in jobs if job.key == "train"), None)
+    train = next((job for job in jobs if job.stage == "train"), None)
     if train is None:
         return
     machine = options.machine

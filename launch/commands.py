@@ -183,12 +183,12 @@ def _why_stopped(run: Path, stages: Sequence[str] = ()) -> int:
     files = status.files
     # An element that failed for good ends the jobs after it, though the others have finished its stage.
     blamed = {id for row in status.rows if row.state == "failed" and not files.stages[row.stage].starts
-              for job in files.stages[row.stage].jobs for id in job.dependencies}
+              if (job := files.stages[row.stage].job) for id in job.dependencies}
     for row in status.rows:
         stage = files.stages[row.stage]
         if row.state in (*FINISHED, "outdated") and row.stage in stages:
             echo(run_in(run).why(row.stage))
-        if blamed.isdisjoint(stage.ids) and (row.state in FINISHED or (stages and row.stage not in stages)):
+        if stage.id not in blamed and (row.state in FINISHED or (stages and row.stage not in stages)):
             continue
         for start in [start for start in stage.starts if start.status != "done"][-SHOWN:]:  # elements may be done
             how = ": ".join(filter(None, (start.status.replace("preempted", "stopped"), start.reason))) or (
@@ -202,10 +202,9 @@ def _why_stopped(run: Path, stages: Sequence[str] = ()) -> int:
             if not lines:
                 _print_file("what srun said", folder / "srun.err")
         ended = {start.job: start.status or row.state == "running" for start in stage.starts}
-        for job in stage.jobs:
-            for log in sorted((run / FOLDER).glob(f"{job.id}_*log.out")):
-                if not ended.get(id := log.name.partition("_0_log")[0]):
-                    _print_file(f"{row.stage}, job {id}, without a recorded end", log)
+        for log in sorted((run / FOLDER).glob(f"{stage.job.id}_*log.out")) if stage.job else ():
+            if not ended.get(id := log.name.partition("_0_log")[0]):
+                _print_file(f"{row.stage}, job {id}, without a recorded end", log)
     if not files.chain and not any(stage.starts for stage in files.stages.values()):
         _print_file("the launcher on this machine", run / "logs" / "local.log")
     return 0

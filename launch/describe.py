@@ -20,7 +20,7 @@ from drover.pipeline.config.phases import BatchPlan, PhasePlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run, acceptable
 from drover.pipeline.contract.stages import before
-from drover.pipeline.core.console import counted, draw, duration, first, readable, table
+from drover.pipeline.core.console import counted, draw, duration, readable, table
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import problems_of
 from drover.pipeline.parallel.stages import largest_share
@@ -57,9 +57,6 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
             state.kind == "changed" and options.accept_changes and acceptable("train", state.differences)))
         draw("", *training_facts(run.config, train), *(continued_from(run) if continues else ()),
              *consumption_lines(run), *(order_warning(run, train) if continues else ()))
-        if counts := train.node_counts[1:]:
-            draw(f"nodes     if nodes fail, training can continue on {first([*map(str, counts)])} of "
-                 f"{train.nodes} nodes")
     if disk.needed:
         draw(f"disk      about {readable(disk.needed)} of {readable(disk.free)} free ({disk.parts})")
     draw("")
@@ -82,21 +79,21 @@ def _row(run: Run, job: Job, options: Options) -> list[str]:
     elif job.state.kind == "done" and run.is_reused(job.stage):
         state = "reused"
     if not job.to_run:
-        return [job.key, state, *[""] * len(COLUMNS[2:])]
+        return [job.stage, state, *[""] * len(COLUMNS[2:])]
     work = (f"{counted(job.ranks, 'rank')} x {counted(job.cpus_per_task, 'thread')}" if job.ranks else
             f"{job.processes} process{'es' * (job.processes > 1)}")
     after = ", ".join(job.dependencies)
     if options.cluster == "local":
-        return [job.key, state, work + ", 1 GPU each" * bool(job.ranks and options.machine.gpus), "", "", "", "", after]
+        work += ", 1 GPU each" * bool(job.ranks and options.machine.gpus)
+        return [job.stage, state, work, "", "", "", "", after]
     nodes = f"{job.nodes}{f' + {job.spare_nodes} spare' if job.spare_nodes else ''}"
     nodes += f", {len(job.elements)} elements" if job.elements else ""
     extra = job.resources.extra or {}
-    where = [job.resources.partition, extra.get("qos"), extra.get("constraint"),
-             f"link {job.link} of {job.links}" * (job.links > 1)]
+    where = [job.resources.partition, extra.get("qos"), extra.get("constraint")]
     share = [counted(job.tasks_per_node * job.cpus_per_task, "core"),
              counted(job.gpus_per_node, "GPU") if job.gpus_per_node else "",
              "all memory" if job.resources.mem == "0" else job.resources.mem]
-    return [job.key, state, work, nodes, ", ".join(filter(None, share)), duration(60 * job.minutes),
+    return [job.stage, state, work, nodes, ", ".join(filter(None, share)), duration(60 * job.minutes),
             ", ".join(str(part) for part in where if part), after]
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 from drover.launch.job.host import JobSpec
-from drover.pipeline.config.checks import rank_problems
 from drover.pipeline.config.kinds import plugin_folders
 from drover.pipeline.config.launching import ArrayResources, Container, LaunchConfig, Resources
 from drover.pipeline.config.tree import Config
@@ -72,18 +71,15 @@ def resources_of(launch: LaunchConfig, stage: str) -> Resources:
 
 @dataclass(frozen=True, kw_only=True)
 class Job(JobSpec):
-    """One stage to be run, or found done, or on Slurm one of several jobs that continue it.
+    """One stage to be run, or found done.
 
-    key: what other jobs depend on it by: the stage, or of those that continue it all but the last (`train-1`).
     state: the state of the stage's folder now. `forced`: it is rebuilt whatever its state.
     resources: partition, memory and the like, for Slurm; minutes: the time limit.
     elements: indices of an array's elements, which share the stage's tasks.
-    dependencies: keys of the planned jobs that must end well before; those implied by others are left out.
-    follows: key of the job of the same stage that must end before, well or not.
+    dependencies: stages whose planned jobs must end well before; those implied by others are left out.
     contained: a container starts the stage.
     """
 
-    key: str
     state: State
     forced: bool = False
     processes: int = 1
@@ -91,7 +87,6 @@ class Job(JobSpec):
     minutes: int = 0
     elements: tuple[int, ...] = ()
     dependencies: tuple[str, ...] = ()
-    follows: str = ""
     contained: bool = False
 
     @property
@@ -124,14 +119,14 @@ def plan(config: Config, run: Run, stages: list[str], options: Options) -> list[
         if state.kind in ("done", "absent") and nearest and not options.force:
             state = State("absent")
         job = Job(
-            key=stage, state=state, forced=options.force, dependencies=tuple(nearest),
+            state=state, forced=options.force, dependencies=tuple(nearest),
             chain=options.chain, run=str(config.folder.absolute()), code=options.code, name=f"{config.name}-{stage}",
             stage=stage,
             command=((slurm and config.launch.python) or sys.executable, "-m", STAGES[stage].module, "--config", file,
                      *force, *["--accept-changes"] * options.accept_changes, *words))
         if job.to_run:
             running.append(stage)
-        jobs += _on_slurm(job, config, options) if slurm else [_on_this_machine(job, config, options.machine)]
+        jobs.append(_on_slurm(job, config, options) if slurm else _on_this_machine(job, config, options.machine))
     return jobs
 
 
@@ -154,9 +149,8 @@ def _on_this_machine(job: Job, config: Config, machine: Machine) -> Job:
                    environment={"OMP_NUM_THREADS": str(threads)})
 
 
-def _on_slurm(job: Job, config: Config, options: Options) -> list[Job]:
-    """The job, with what it requests from Slurm; perhaps an array, or several jobs that follow each other. The last of
-    these has the job's key: what comes after waits for it."""
+def _on_slurm(job: Job, config: Config, options: Options) -> Job:
+    """The job, with what it requests from Slurm; perhaps an array."""
     launch = config.launch
     spec = STAGES[job.stage]
     resources = resources_of(launch, job.stage)
@@ -181,24 +175,16 @@ def _on_slurm(job: Job, config: Config, options: Options) -> list[Job]:
     job = replace(
         job, resources=resources, minutes=resources.time or 0, environment=environment,
         ranks=nodes * tasks if spec.ranks else 0, processes=(launch.processes or threads) if spec.workers else 1,
-        nodes=nodes, node_counts=(nodes,), tasks_per_node=tasks, cpus_per_task=threads, gpus_per_node=gpus,
+        nodes=nodes, tasks_per_node=tasks, cpus_per_task=threads, gpus_per_node=gpus,
         wrap=(*wrap, *launch.wrap), srun_args=(*srun_args, *launch.srun_args), contained=contained,
         health_check=tuple(launch.health_check), requeue=launch.requeue, signal_s=launch.signal_s,
         max_restarts=launch.max_restarts, check_owners=launch.check_owners)
     if job.stage == "train":
-        fewer = (count for count in range(nodes - 1, (launch.train.min_nodes or nodes) - 1, -1)
-                 if not rank_problems(config, count * tasks))
-        job = replace(job, node_counts=(nodes, *fewer), spare_nodes=launch.train.spare_nodes,
-                      preflight=launch.preflight)
-    if not job.to_run:
-        return [job]
-    if isinstance(resources, ArrayResources):
+        job = replace(job, spare_nodes=launch.train.spare_nodes, preflight=launch.preflight)
+    if job.to_run and isinstance(resources, ArrayResources):
         count = resources.array or min(launch.train.nodes, MOST_ELEMENTS)
         job = replace(job, elements=tuple(range(count)) if count > 1 else ())
-    links = resources.links or 1
-    keys = [*(f"{job.key}-{link}" for link in range(1, links)), job.key]
-    return [replace(job, key=key, link=link, links=links, follows=keys[link - 2] if link > 1 else "")
-            for link, key in enumerate(keys, 1)]
+    return job
 
 
 def in_container(container: Container, folders: list[Path], gpus: int, variables: Iterable[str] = ()

@@ -19,7 +19,7 @@ import psutil
 from pydantic import TypeAdapter
 
 from drover.launch.slurm.chain import JobChain, read_chain
-from drover.launch.slurm.scheduler import EXPECTED, LAST, NEVER, UNKNOWN, JobInfo
+from drover.launch.slurm.scheduler import EXPECTED, NEVER, UNKNOWN, JobInfo
 from drover.pipeline.config.loading import OF_A_STAGE, read_without_plugins
 from drover.pipeline.contract.manifest import STARTED, Manifest, read_manifest
 from drover.pipeline.contract.run import Run
@@ -51,7 +51,7 @@ class StageFiles:
     """What the files of a run say of a stage.
 
     Attributes:
-        jobs: its jobs in the newest submission. ids: in Slurm, of those or of its last start.
+        job: its job in the newest submission. id: in Slurm, of that or of its last start.
         starts: of the newest submission, or of the last command on this machine.
         manifest: of the finished stage; `damaged`: why it cannot be read. reused: it is in the folder of another run.
         last: the status of its last start; None if it is done, or if that start is older than the newest submission.
@@ -63,7 +63,7 @@ class StageFiles:
 
     def __init__(self, run: Run | None, chain: JobChain | None, own: Path, starts: list[Start]) -> None:
         self.name = own.name
-        self.jobs = [job for job in (chain.jobs if chain else ()) if job.stage == own.name]
+        self.job = next((job for job in (chain.jobs if chain else ()) if job.stage == own.name), None)
         self.starts = [start for start in starts if start.stage == own.name]
         self.manifest: Manifest | None = None
         self.damaged = ""
@@ -74,10 +74,10 @@ class StageFiles:
             self.manifest = read_manifest(folder)
         except (UserError, OSError, TypeError) as error:
             self.damaged = str(error)
-        submitted = chain.submitted if chain and self.jobs else ""
+        submitted = chain.submitted if chain and self.job else ""
         state = read_state(own)
         self.last = state if state and state.status != "done" and state.at >= submitted else None
-        self.ids = [job.id for job in self.jobs] or ([self.last.job] if self.last and self.last.job else [])
+        self.id = self.job.id if self.job else self.last.job if self.last else ""
         self.due = self.manifest is None or _when(self.manifest.finished) < _when(submitted)
         # Not by `read_record`: it has a loss of NaN as a text.
         self.progress = _quietly(lambda: TypeAdapter(Progress).validate_python(read_sealed(own / PROGRESS)), None)
@@ -103,7 +103,7 @@ class RunFiles:
     @property
     def wanted_ids(self) -> list[str]:
         """Ids of the jobs whose states Slurm has to give; none if the files suffice."""
-        return [id for stage in self.stages.values() if stage.due for id in stage.ids]
+        return [stage.id for stage in self.stages.values() if stage.due and stage.id]
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
     for stage in run.stages.values():
         broken = any(row.state in ("ending", "failed", "stopped") for row in requested)
         rows.append(_row(run, stage, jobs, now, broken=broken))
-        if stage.jobs if run.chain else stage.started or stage.manifest:
+        if stage.job if run.chain else stage.started or stage.manifest:
             requested.append(rows[-1])
     current = min(requested or rows, key=lambda row: get_args(State).index(row.state))
     states = {row.state for row in rows}
@@ -198,9 +198,7 @@ def continue_command(run: RunFiles) -> str:
 
 def _row(run: RunFiles, stage: StageFiles, jobs: Jobs, now: float, *, broken: bool) -> StageRow:
     """The stage's row. broken: an earlier stage has failed, was stopped or is ending."""
-    infos = [(jobs or {}).get(id, JobInfo(id)) for id in stage.ids or [""]]
-    info = min(infos, key=lambda info: info.rank)  # the one that runs, else is next, else the first that failed
-    info = info if info.rank < LAST else infos[-1]
+    info = (jobs or {}).get(stage.id, JobInfo(stage.id))
     state, remark = _state(run, stage, info, now, silent=jobs is None, broken=broken)
     remarks = [remark] * bool(remark)
     failures = [start for start in stage.starts if start.status in ("crashed", "hung")]
@@ -244,8 +242,8 @@ def _state(run: RunFiles, stage: StageFiles, info: JobInfo, now: float, *, silen
         if info.state != "PENDING":
             return "running", ""
         if info.reason in NEVER:
-            return "failed", (f"{name} (job {info.id}) will never start ({info.reason}); remove it first: drover cancel "
-                              f"{run.folder}")
+            return "failed", (f"{name} (job {info.id}) will never start ({info.reason}); remove it first: drover "
+                              f"cancel {run.folder}")
         return "waiting", "" if info.reason in EXPECTED else f"{name} (job {info.id}) waits: {info.reason}"
     if stage.manifest is not None:
         if changed := _changed_since(run.stages, name):

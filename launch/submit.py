@@ -144,13 +144,13 @@ def _show(config: Config, jobs: list[Job], *, local: bool) -> None:
     import yaml  # not above: a Python without packages, or too old for Drover, is named by drover/__init__.py
 
     running = [job for job in jobs if job.to_run]
-    ids = {job.key: f"ID_OF_{job.key}" for job in running}
+    ids = {job.stage: f"ID_OF_{job.stage}" for job in running}
     for job in running:
         if local:
             echo(f"# {job.stage}{f', each of {job.ranks} ranks' * (job.ranks > 1)}\n{by_hand(job)}\n")
         else:
-            echo(f"# ---- {job.key}: submitit would get these parameters, and the job would do\n#      {by_hand(job)}\n"
-                 + yaml.safe_dump(parameters(config, job, ids), sort_keys=False, width=1000))
+            echo(f"# ---- {job.stage}: submitit would get these parameters, and the job would do\n"
+                 f"#      {by_hand(job)}\n" + yaml.safe_dump(parameters(config, job, ids), sort_keys=False, width=1000))
 
 
 def _cluster(options: argparse.Namespace) -> tuple[Literal["local", "slurm"], str, list[str]]:

@@ -1,8 +1,8 @@
 """What the runner does when a start of a stage has ended: pure, from what is known to what is done.
 
 Exit statuses come last, because a killed rank, a cancelled job and a preempted one can have the same. The manifest and
-the stage's own final status (`STATE.json`, if it is of this job and start) come first. Of the job's spec, `requeue`,
-`later_links` and `max_restarts` count.
+the stage's own final status (`STATE.json`, if it is of this job and start) come first. Of the job's spec, `requeue` and
+`max_restarts` count.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Decision:
     """What to do, and why.
 
     action: `leave` ends the job well, `stop` badly.
-    final: the stage's state is to become `failed`, and no later link tries again.
+    final: the stage's state is to become `failed`.
     """
 
     action: Literal["leave", "restart", "requeue", "stop"]
@@ -92,15 +92,12 @@ def decide(outcome: Outcome, spec: JobSpec) -> Decision:
 def requeue(status: str, reason: str, spec: JobSpec) -> Decision:
     """Queue the job again, where that is allowed: too few of its nodes are left, or too little of its time."""
     decision = Decision("requeue", status, reason)
-    return decision if spec.requeue else without_requeue(decision, "jobs may not requeue themselves here", spec)
+    return decision if spec.requeue else without_requeue(decision, "jobs may not requeue themselves here")
 
 
-def without_requeue(decision: Decision, refusal: str, spec: JobSpec) -> Decision:
+def without_requeue(decision: Decision, refusal: str) -> Decision:
     """What is done instead of a requeue that Slurm refused or that is not allowed."""
-    if spec.later_links:
-        return replace(decision, action="leave", reason=f"{decision.reason}; the next job of the chain continues")
-    return replace(decision, action="stop", reason=f"{decision.reason}; {refusal}, and no later job of the chain waits "
-                                                   f"to continue: submit the same command again")
+    return replace(decision, action="stop", reason=f"{decision.reason}; {refusal}: submit the same command again")
 
 
 def without_bad_nodes(bad: Mapping[str, str], spec: JobSpec, *, left_out: bool, others: bool) -> Decision:
@@ -109,8 +106,6 @@ def without_bad_nodes(bad: Mapping[str, str], spec: JobSpec, *, left_out: bool, 
     reason = f"preflight found a bad node: {'; '.join(f'{node}: {cause}' for node, cause in bad.items())}"
     if others:
         return Decision("restart", "preempted", f"{reason}; the job continues with its other nodes")
-    if spec.later_links:
-        return Decision("leave", "preempted", f"{reason}; the next job of the chain continues without it")
     if left_out or not spec.requeue:
         return Decision("stop", "failed", f"{reason}; submit the same command again: Slurm then leaves out a node that "
                                           f"failed twice within a day", final=True)

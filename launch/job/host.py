@@ -6,9 +6,9 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from drover.launch.processes import Each, Environment
 from drover.launch.slurm.scheduler import UNKNOWN, WITH_NODES, JobInfo, Scheduler
@@ -24,9 +24,7 @@ class JobSpec:
         name: Slurm's name of the job.
         command: of the stage, without what only the job knows (its name, its rank).
         ranks: processes under torch.distributed over all nodes; 0 for a stage without ranks.
-        nodes: of the next start. node_counts: numbers of nodes on which the stage can run, the wanted one first; empty:
-            only `nodes`. spare_nodes: nodes of the job beyond the wanted number.
-        link, links: number of this job, from 1, and of all jobs that continue the same stage one after another.
+        nodes: of a start. spare_nodes: nodes of the job beyond that number.
         wrap: a command that starts the stage, such as a container's. srun_args: more options of srun.
         health_check: a site's test of a node.
         requeue: whether the job may requeue itself.
@@ -46,13 +44,10 @@ class JobSpec:
     environment: dict[str, str] = field(default_factory=dict)
     ranks: int = 0
     nodes: int = 1
-    node_counts: tuple[int, ...] = ()
     spare_nodes: int = 0
     tasks_per_node: int = 1
     cpus_per_task: int = 1
     gpus_per_node: int = 0
-    link: int = 1
-    links: int = 1
     wrap: tuple[str, ...] = ()
     srun_args: tuple[str, ...] = ()
     health_check: tuple[str, ...] = ()
@@ -68,21 +63,6 @@ class JobSpec:
     def folder(self) -> Path:
         """The stage's folder."""
         return Path(self.run) / self.stage
-
-    @property
-    def later_links(self) -> bool:
-        """Whether another job of the chain waits to continue the same stage."""
-        return self.link < self.links
-
-    @property
-    def survives_nodes(self) -> bool:
-        """Whether the stage can continue in its job without a node that failed."""
-        return bool(self.spare_nodes) or len(self.node_counts) > 1
-
-    def on(self, there: int) -> Self | None:
-        """The stage on as many of `there` nodes as it can use; None: they are too few."""
-        return next((replace(self, nodes=count, ranks=self.ranks and count * self.tasks_per_node)
-                     for count in self.node_counts or (self.nodes,) if count <= there), None)
 
 
 @dataclass(frozen=True)
@@ -150,9 +130,9 @@ class Host(ABC):
     def say(self, text: str, *, quiet: bool = False) -> None:
         """Write a line to the job's log. quiet: not to the terminal."""
 
-    def ready(self, spec: JobSpec) -> JobSpec | None:
-        """Called before each start: the stage as it runs on the nodes that are left. None: they are too few."""
-        return spec
+    def ready(self, spec: JobSpec) -> bool:
+        """Called before each start: choose its nodes; whether enough are left."""
+        return True
 
     def has_others(self, spec: JobSpec) -> bool:
         """Whether the job has enough nodes besides those in `avoid`."""

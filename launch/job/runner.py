@@ -13,7 +13,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,6 @@ from drover.launch.job.decisions import (
 )
 from drover.launch.job.host import Host, JobSpec, StepEnd
 from drover.launch.job.preflight import run_preflight
-from drover.launch.slurm.chain import read_chain
 from drover.launch.slurm.nodes import EXCLUDED_AFTER, clear_failures, few, lost, named, record_failure
 from drover.launch.slurm.scheduler import OUT_OF_MEMORY, WITH_NODES
 from drover.launch.slurm.start_logs import last_lines, last_word, prune
@@ -107,8 +106,8 @@ class Runner:
     def run(self) -> Decision:
         """Do the job; how it ended, or that it is about to be queued again."""
         spec, host = self.spec, self.host
-        self.say(f"{spec.stage} of {spec.run}: job {host.name} (link {spec.link} of {spec.links}, restart "
-                 f"{host.restart}) on {', '.join(host.nodes)}", quiet=True)
+        self.say(f"{spec.stage} of {spec.run}: job {host.name} (restart {host.restart}) on {', '.join(host.nodes)}",
+                 quiet=True)
         stop = self.run_folder / STOP
         if spec.stage == "train" and stop.exists():
             reason = f"{stop} exists, so training does not start. The same command continues (it removes the file)"
@@ -125,9 +124,8 @@ class Runner:
         ready = self.host.ready(self.spec)
         if self.stopping:
             return STOPPED
-        if ready is None:
+        if not ready:
             return requeue("crashed", "too few of the job's nodes are left", self.spec)
-        self.spec = ready
         if not self.tested:
             self._log("job", nodes=self.host.nodes, host=platform.node())
             if (decision := self._preflight()) is not None:
@@ -165,8 +163,7 @@ class Runner:
         """Test the nodes.
 
         Returns:
-            None: start the stage. Otherwise what follows: a restart on other nodes, a requeue, an end that leaves the
-            work to the next job of the chain, or a stop.
+            None: start the stage. Otherwise what follows: a restart on other nodes, a requeue, or a stop.
         """
         spec, host = self.spec, self.host
         if not spec.preflight or not spec.ranks:
@@ -187,7 +184,7 @@ class Runner:
         if not result.bad:
             return None
         counts = self._record_failures({node: f"failed preflight: {cause}" for node, cause in result.bad.items()})
-        self._avoid(result.bad)
+        host.avoid.update(result.bad)
         decision = without_bad_nodes(result.bad, spec, left_out=max(counts.values(), default=0) >= EXCLUDED_AFTER,
                                      others=host.has_others(spec))
         if decision.action == "restart":
@@ -296,7 +293,7 @@ class Runner:
         late = sorted({node for _, node in hang.late if node is not None})
         if 2 * len(late) < len(host.nodes):  # where half of the nodes are late, it is not the nodes
             counts = self._record_failures(dict.fromkeys(late, "was late when training hung"))
-            self._avoid([node for node, count in counts.items() if count >= EXCLUDED_AFTER])
+            host.avoid.update(node for node, count in counts.items() if count >= EXCLUDED_AFTER)
         return hang.text
 
     # ---- nodes that failed a start
@@ -320,36 +317,6 @@ class Runner:
             self.say(f"{node} {cause} (failure {counts[node]} within a day)")
         return counts
 
-    def _avoid(self, nodes: Collection[str]) -> None:
-        """Use these nodes no more, neither here nor in the chain's waiting jobs for this stage."""
-        self.host.avoid.update(nodes)
-        for job in self._links()[self.spec.link:] if nodes else ():
-            if problem := self.host.scheduler.leave_out(job, nodes):
-                self.say(f"{', '.join(nodes)} could not be excluded from the waiting job {job}: {problem}")
-
-    def _remove_later_links(self, *, done: bool) -> None:
-        """Cancel the jobs that wait to continue a stage that is done or has failed for good: they would wait for all
-        their nodes to do nothing. If it is done, what comes after them waits for this job instead. They stay while the
-        submission is not complete, or if Slurm refuses."""
-        later = self._links()[self.spec.link:]
-        chain = read_chain(self.run_folder)
-        if self.in_array or not later or chain is None or chain.partial:
-            return
-        scheduler = self.host.scheduler
-        waiting = [job.id for job in chain.jobs if done and later[-1] in job.dependencies]
-        problems = [scheduler.wait_for_another(job, later[-1], self.host.name) for job in waiting]
-        if not any(problems):
-            problems = [scheduler.cancel(job) for job in reversed(later)]
-        problem = next(filter(None, problems), "")
-        self.say(f"the jobs {', '.join(later)}, which would continue {self.spec.stage}, "
-                 f"{f'stay: {problem}' if problem else 'are cancelled'}")
-
-    def _links(self) -> list[str]:
-        """The jobs that this submission made for the stage, as far as they are recorded."""
-        chain = read_chain(self.run_folder)
-        return [job.id for job in chain.jobs if job.stage == self.spec.stage] \
-            if chain is not None and chain.id == self.spec.chain else []
-
     # ---- the end
 
     def _end(self, decision: Decision) -> Decision:
@@ -360,17 +327,15 @@ class Runner:
             self.say(f"{decision.status}: {decision.reason}; queueing this job again")
             if (refusal := self.host.requeue()) is None:
                 return decision
-            decision = without_requeue(decision, f"Slurm did not queue the job again ({refusal})", self.spec)
+            decision = without_requeue(decision, f"Slurm did not queue the job again ({refusal})")
         if decision.final and not self.in_array and (self.host.tells_refusals or decision.status != "failed"):
             with suppress(OSError):
                 write_state(self.spec.folder, "failed", step=self._newest_step(), reason=decision.reason,
                             attempt=self.number)
         if decision.action == "stop":
             self._say_last_lines()
-        done, how = decision.status == "done", decision.status.replace("preempted", "stopped")
-        self.say(f"{self.spec.stage} {'is done' if done else f'{how}: {decision.reason}'}", quiet=True)
-        if (done or decision.final) and not self.stopping:
-            self._remove_later_links(done=done)
+        how = f"{decision.status.replace('preempted', 'stopped')}: {decision.reason}"
+        self.say(f"{self.spec.stage} {'is done' if decision.status == 'done' else how}", quiet=True)
         return decision
 
     def tick(self) -> bool:
@@ -385,7 +350,7 @@ class Runner:
 
     def _events(self, *, own: bool = False) -> list[Attempt]:
         """What was logged of this submission's starts of the stage, over all restarts; `own`, and for an element of an
-        array, of this job's alone: elements do not follow each other, as links of a chain do."""
+        array, of this job's alone: elements do not follow each other."""
         alike = {"stage": self.spec.stage, "chain": self.spec.chain}
         if own or self.in_array:
             alike["job"] = self.host.name

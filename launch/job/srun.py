@@ -16,7 +16,6 @@ from typing import Any
 from drover.launch.job.host import Host, JobSpec, StepEnd, process_end
 from drover.launch.job.rank import PREFLIGHT
 from drover.launch.processes import BROKEN_S, KILL_S, Each, Environment, ProcessGroup, Say, free_port, meeting, started
-from drover.launch.slurm.nodes import named
 from drover.launch.slurm.scheduler import UNKNOWN, WITH_NODES, literal
 
 STEP_TRIES = 4
@@ -44,7 +43,7 @@ class SlurmHost(Host):
     """A job's nodes.
 
     Attributes:
-        held: all nodes of the job, also those that the next start leaves out. Empty if that never happens.
+        held: all nodes of the job, also those that the next start leaves out.
         addresses: of first nodes, as Slurm has them; the node's name until Slurm has answered.
         handler: submitit's handler of SIGUSR2.
     """
@@ -53,22 +52,16 @@ class SlurmHost(Host):
     addresses: dict[str, str] = field(default_factory=dict)
     handler: Any = signal.SIG_DFL
 
-    def ready(self, spec: JobSpec) -> JobSpec | None:
-        """The first nodes of the job, without those that failed."""
-        if not spec.survives_nodes:
-            return spec
-        self.held = self.held or self.nodes
-        usable = [node for node in self.held if node not in self.avoid]
-        ready = spec.on(len(usable))
-        if ready is not None:
-            if ready.nodes < spec.nodes:
-                self.say(f"continues with {ready.nodes} of {spec.nodes} nodes: {named(self.avoid)} failed")
-            self.nodes = tuple(usable[:ready.nodes])
-        return ready
+    def ready(self, spec: JobSpec) -> bool:
+        """If the job has spare nodes, take its first ones, without those that failed."""
+        if spec.spare_nodes:
+            self.held = self.held or self.nodes
+            self.nodes = tuple(node for node in self.held if node not in self.avoid)[:spec.nodes]
+        return not spec.spare_nodes or len(self.nodes) == spec.nodes
 
     def has_others(self, spec: JobSpec) -> bool:
         """Whether enough of the job's nodes did not fail."""
-        return spec.survives_nodes and spec.on(len({*self.held} - self.avoid)) is not None
+        return bool(spec.spare_nodes) and len({*self.held} - self.avoid) >= spec.nodes
 
     def start(self, spec: JobSpec, command: Sequence[str], environment: Environment, folder: Path,
               each: Each) -> StepEnd:
@@ -131,7 +124,7 @@ def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], nodes: Seq
     return ["srun", f"--kill-on-bad-exit={together}", f"--wait={WAIT_S}", f"--nodes={spec.nodes}",
             f"--ntasks={spec.ranks or 1}",
             f"--ntasks-per-node={spec.tasks_per_node}", f"--cpus-per-task={spec.cpus_per_task}", "--export=ALL",
-            *([f"--nodelist={','.join(nodes)}"] * spec.survives_nodes), "--distribution=block", "--overlap",
+            *([f"--nodelist={','.join(nodes)}"] * bool(spec.spare_nodes)), "--distribution=block", "--overlap",
             "--label", f"--output={literal(folder)}/node%n.log",
             *spec.srun_args, python, "-m", "drover.launch.job.rank", spec.stage, str(spec.ranks),
             str(spec.gpus_per_node), *command]

@@ -73,12 +73,11 @@ def parameters(config: Config, job: Job, ids: Mapping[str, str]) -> dict[str, An
     """The parameters of submitit's SlurmExecutor for a job (docs/slurm.md has the table). Those without a value are
     left out, except `wckey`: submitit would set one.
 
-    ids: of the jobs that it depends on, by their keys.
+    ids: of the jobs that it depends on, by their stages.
     """
     launch, resources, extra = config.launch, job.resources, options_of(job)
     folder = config.folder.absolute() / FOLDER
     waits = [f"afterok:{':'.join(ids[need] for need in job.dependencies)}"] if job.dependencies else []
-    waits += [f"afterany:{ids[job.follows]}"] if job.follows else []
     waits += ["singleton"] if job.stage == "train" else []  # two jobs of one run never train at once
     waits += [str(extra.pop("dependency"))] if "dependency" in extra else []
     # Singleton goes by the name of the job alone: a run of this name in another folder must not be waited for.
@@ -94,7 +93,7 @@ def parameters(config: Config, job: Job, ids: Mapping[str, str]) -> dict[str, An
         "gpus_per_node": f"{launch.gpu_type or ''}:{job.gpus_per_node}".lstrip(":") if by_count else None,
         "mem": resources.mem, "partition": resources.partition, "dependency": ",".join(waits),
         **{name: extra.pop(name, None) for name in (*OPTIONS, "exclude")},
-        "comment": f"drover:{mark(config.folder)}:{job.key} {extra.pop('comment', '')}".rstrip(),
+        "comment": f"drover:{mark(config.folder)}:{job.stage} {extra.pop('comment', '')}".rstrip(),
         "signal_delay_s": launch.signal_s,
         "array_parallelism": (getattr(resources, "at_once", None) or len(job.elements)) if job.elements else None,
         "use_srun": False, "stderr_to_stdout": True,

@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -35,11 +35,9 @@ NEVER = frozenset(("DependencyNeverSatisfied", "PartitionNodeLimit", "PartitionT
 """Reasons with which a job never starts."""
 OUT_OF_MEMORY = "(?i)oom.kill|(?<!cuda )(?<!hip )out of memory|exceeded (job |step )?memory limit"
 """Slurm's words where a process exceeded the memory of its job. A full GPU needs other advice."""
-LAST = 6
-RANKS = {**dict.fromkeys(ENDED, 5), "RUNNING": 0, "COMPLETING": 1, "CONFIGURING": 2, "PENDING": 4, "COMPLETED": LAST,
-         UNKNOWN: LAST}
-"""Ranks of states: the state with the lowest rank is that of a whole array, or of a stage with several jobs. Other
-states of queued jobs have 3."""
+RANKS = {**dict.fromkeys(ENDED, 5), "RUNNING": 0, "COMPLETING": 1, "CONFIGURING": 2, "PENDING": 4, "COMPLETED": 6,
+         UNKNOWN: 6}
+"""Ranks of states: the state with the lowest rank is that of a whole array. Other states of queued jobs have 3."""
 COLUMNS = (("JobArrayID", 40), ("State", 20), ("Reason", 200), ("NodeList", 400), ("TimeUsed", 20), ("RestartCnt", 10),
            ("Name", 200), ("Comment", 200), ("TimeLeft", 20))
 ENDS = tuple(accumulate(width for _, width in COLUMNS))
@@ -64,11 +62,6 @@ class JobInfo:
     name: str = ""
     comment: str = ""
     left_s: float = inf
-
-    @property
-    def rank(self) -> int:
-        """Rank of the state: of an array's elements, or a stage's jobs, the lowest decides the state of the whole."""
-        return RANKS.get(self.state, 3)
 
     @property
     def queued(self) -> bool:
@@ -166,14 +159,6 @@ class Scheduler:
         answer = self._ask("scancel", id)
         return None if answer.unknown_job or "already complet" in answer.error else answer.problem
 
-    def leave_out(self, id: str, nodes: Iterable[str]) -> str | None:
-        """Exclude `nodes` from a waiting job, in addition to those it already excludes; None, or why that failed."""
-        return self._change(id, "ExcNodeList", lambda known: ",".join(filter(None, [known, *sorted(nodes)])))
-
-    def wait_for_another(self, id: str, before: str, now: str) -> str | None:
-        """Let a waiting job depend on the job `now` instead of `before`; None, or why that failed."""
-        return self._change(id, "Dependency", lambda known: re.sub(rf"\b{before}\b", now, known))
-
     def node_kinds(self) -> list[NodeKind]:
         """The kinds of nodes in each partition; [] if Slurm does not answer."""
         rows = self._rows("sinfo", "--noheader", "--all", "--exact", "--format", "%P|%D|%c|%m|%G|%l|%s")
@@ -200,15 +185,8 @@ class Scheduler:
         with suppress(OSError):
             socket.getaddrinfo(name, None)
             return name
-        return _fields(self._ask("scontrol", "--oneliner", "show", "node", name).out).get("NodeAddr", name)
-
-    def _change(self, id: str, field: str, change: Callable[[str], str]) -> str | None:
-        """Change a field of a waiting job, unless it is so already; None, or why that failed."""
-        answer = self._ask("scontrol", "--oneliner", "show", "job", id)
-        known = re.sub(r"\(\w+\)", "", _fields(answer.out).get(field, ""))  # afterok:12(unfulfilled), (null)
-        if answer.status == 0 and (wanted := change(known)) != known:
-            answer = self._ask("scontrol", "update", f"JobId={id}", f"{field}={wanted}")
-        return answer.problem
+        known = re.search(r"NodeAddr=(\S+)", self._ask("scontrol", "--oneliner", "show", "node", name).out)
+        return known[1] if known else name
 
     def _queue(self, *which: str) -> dict[str, JobInfo] | None:
         columns = ",".join(f"{name}:{width}" for name, width in COLUMNS)
@@ -285,17 +263,13 @@ def plain(message: str) -> str:
 def _summary(id: str, known: Mapping[str, JobInfo]) -> JobInfo:
     """The job; or the array, with the state of its elements of the lowest rank."""
     elements = [known[id]] if id in known else [job for job in known.values() if _array(job.id) == id]
-    first = min(elements, key=lambda job: job.rank, default=JobInfo(id))
+    first = min(elements, key=lambda job: RANKS.get(job.state, 3), default=JobInfo(id))
     nodes = sorted({job.nodes for job in elements if job.nodes and job.state == first.state})
     return replace(first, id=id, nodes=",".join(nodes), elapsed_s=max((job.elapsed_s for job in elements), default=0))
 
 
 def _array(id: str) -> str:
     return id.partition("_")[0]
-
-
-def _fields(line: str) -> dict[str, str]:
-    return dict(re.findall(r"([\w/:]+)=(\S*)", line))
 
 
 def _word(text: str) -> str:

@@ -122,7 +122,7 @@ def submit(config: Config, jobs: list[Job], chain: JobChain) -> tuple[ChainJob, 
     for job in jobs:
         try:
             entry = submit_job(config, replace(job, files=files), ids)
-            ids[job.key] = entry.id
+            ids[job.stage] = entry.id
             chain = replace(chain, jobs=(*chain.jobs, entry))
             chain.write(run)
         except (UserError, OSError, KeyboardInterrupt) as error:
@@ -138,7 +138,7 @@ def submit(config: Config, jobs: list[Job], chain: JobChain) -> tuple[ChainJob, 
 def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
     """Submit one job: `submit` of submitit's executor, or for an array its `map_array`.
 
-    ids: of the jobs that it depends on, by their keys.
+    ids: of the jobs that it depends on, by their stages.
 
     Raises:
         UserError: Slurm did not accept it.
@@ -159,8 +159,8 @@ def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
         with clean_env(of_another_job(os.environ)), environment_variables(**own):
             first = executor.map_array(task, job.elements)[0] if job.elements else executor.submit(task)
     except (RuntimeError, OSError) as error:
-        raise UserError(f"Slurm did not accept the job {job.name}: {plain(str(error))}. Change what it requests (`drover "
-                        f"explain launch`), or run on this machine with --cluster local.") from None
+        raise UserError(f"Slurm did not accept the job {job.name}: {plain(str(error))}. Change what it requests "
+                        f"(`drover explain launch`), or run on this machine with --cluster local.") from None
     return ChainJob(job.name, job.stage, first.job_id.partition("_")[0], job.elements or None,
                     tuple(ids[need] for need in job.dependencies))
 

@@ -42,9 +42,6 @@ class Resources(Section):
     """More sbatch options, without the dashes: `{licenses: scratch, exclusive: true}`. Give a stage's own account, qos
     or constraint here, and options that have no setting. `{gres: "gpu:h100:8"}` names the GPU type. false removes an
     option."""
-    links: PositiveInt | None = None
-    """Jobs to queue one after the other, for sites where a job cannot requeue itself. Each continues where the one
-    before stopped. Jobs that find the stage finished end immediately. null: 1."""
 
 
 class GpuResources(Resources):
@@ -69,9 +66,6 @@ class TrainResources(GpuResources):
 
     nodes: PositiveInt = 1
     """Number of nodes."""
-    min_nodes: PositiveInt | None = None
-    """Fewest nodes with which training continues, with the same global batch, if others fail the preflight or hang. A
-    node that goes down always ends the job, which is queued again. null: always `nodes`."""
     spare_nodes: NonNegativeInt = 0
     """Nodes that the Slurm job requests beyond `nodes`. They replace nodes that fail the preflight or hang twice,
     without the queue."""
@@ -165,7 +159,7 @@ class LaunchConfig(Resources):
     """More options of srun, which starts the ranks: `[--mpi=none, --gpu-bind=none]`."""
     requeue: bool = True
     """Requeue a job under its own id after its time limit, a preemption or a lost node. false: for sites that forbid
-    it; `links` then continues the run."""
+    it; the same command then continues the run."""
     signal_s: int = Field(120, ge=60)
     """Seconds before the time limit at which training receives the signal to save and exit. Allow for at least a step
     and a save. Slurm may send it a minute early."""

@@ -18,7 +18,6 @@ from drover.launch.job.host import JobSpec, StepEnd
 from drover.launch.job.preflight import PreflightResult
 from drover.launch.job.srun import SlurmHost, read_end
 from drover.launch.processes import stop_requests
-from drover.launch.slurm.chain import ChainJob, JobChain
 from drover.launch.slurm.scheduler import JobInfo
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.state import (
@@ -42,7 +41,7 @@ class Slurm:
     """What Slurm answers to a runner in this process, and what it was asked to do.
 
     states: of jobs; any other runs. silent: it does not say. down: nodes that failed. left_s: of the job's time.
-    refusal: of a requeue, or of another dependency. nodes: of the job.
+    refusal: of a requeue. nodes: of the job.
     """
 
     states: dict[str, str] = field(default_factory=dict)
@@ -53,9 +52,6 @@ class Slurm:
     refusal: str | None = None
     nodes: tuple[str, ...] = ("n1", "n2")
     requeued: list[str] = field(default_factory=list)
-    left_out: dict[str, list[str]] = field(default_factory=dict)
-    moved: list[tuple[str, str, str]] = field(default_factory=list)
-    cancelled: list[str] = field(default_factory=list)
 
     def jobs(self, ids: Iterable[str]) -> dict[str, JobInfo] | None:
         return None if self.silent else {
@@ -70,16 +66,6 @@ class Slurm:
     def requeue(self, id: str) -> str | None:
         self.requeued.append(id)
         return self.refusal
-
-    def wait_for_another(self, id: str, before: str, now: str) -> str | None:
-        self.moved.append((id, before, now))
-        return self.refusal
-
-    def cancel(self, id: str) -> None:
-        self.cancelled.append(id)
-
-    def leave_out(self, id: str, nodes: Iterable[str]) -> None:
-        self.left_out[id] = list(nodes)
 
 
 @dataclass
@@ -202,9 +188,3 @@ def make_job(folder: Path, stage: str = "train", **changes: Any) -> Job:
     spec = JobSpec(run=str(run), name=f"trial-{stage}", stage=stage, chain="c", ranks=2, nodes=2,
                    command=("python", "-m", f"drover.pipeline.{stage}"))
     return Job(folder, replace(spec, **changes))
-
-
-def chain_of(job: Job, *ids: str, chain: str = "c") -> None:
-    """Record a chain of links for the job's stage."""
-    JobChain(chain, "", (), {}, "", "", jobs=tuple(ChainJob(job.spec.name, job.spec.stage, id) for id in ids)
-          ).write(job.run)

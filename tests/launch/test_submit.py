@@ -217,7 +217,7 @@ def test_a_rank_has_a_gpu_of_its_own_or_its_share_of_the_host(monkeypatch, gpus,
     """Each needs 500,000 bytes."""
     monkeypatch.setattr(checks, "state_bytes_per_rank", lambda config, ranks: 500_000)
     options = Options("local", "c.yaml", machine=Machine(2, gpus, memory))
-    train = SimpleNamespace(key="train", ranks=ranks)
+    train = SimpleNamespace(stage="train", ranks=ranks)
     assert bool(list(checks.memory_problems(Config(), [train], options))) != fits
 
 

@@ -200,9 +200,10 @@ class Training(OnCluster):
 
     # ---- how it stands
 
-    def job(self, stage: str = "train", link: int = 0) -> str:
+    def job(self, stage: str = "train") -> str:
         """Id of a stage's job, of the newest submission."""
-        return [job["id"] for job in read_json(self.run / "launch/chain.json")["jobs"] if job["stage"] == stage][link]
+        jobs = read_json(self.run / "launch/chain.json")["jobs"]
+        return next(job["id"] for job in jobs if job["stage"] == stage)
 
     def saved(self) -> list[Path]:
         """The whole checkpoints, oldest first."""

@@ -57,7 +57,7 @@ exec "${{@:2}}"
     {container: {image: /ours.sif}, setup: [module load cuda]} -> '' -> apptainer
     {gpu_type: h100, gpus_per_node: 1, qos: normal, setup: [export CUDA_VISIBLE_DEVICES=0]} -> h100:1 -> ''
     {gpus_per_node: 2, request_gpus: false, setup: [export CUDA_VISIBLE_DEVICES=GPU-1]} -> '' -> ''
-    {requeue: false, train: {links: 2}} -> '' -> ''""", *[yaml.safe_load] * 3),
+    {requeue: false} -> '' -> ''""", *[yaml.safe_load] * 3),
     ids=["pyxis", "apptainer, modules", "GPUs of a type, QOS", "a GPU for each task",
          "neither requeue nor accounting"])
 def test_training_runs_as_the_site_asks(training, tmp_path, launch, gpus, used):

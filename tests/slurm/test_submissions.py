@@ -24,16 +24,17 @@ def run(shared_run, request):
     yield from in_order(shared_run, request)
 
 
-def test_the_next_link_goes_on_where_jobs_may_not_queue_themselves(run):
-    run.submit("launch.train.links=2", "launch.requeue=false", "launch.preflight=true", stages="train,convert")
+def test_the_same_command_goes_on_where_jobs_may_not_queue_themselves(run):
+    without = ("launch.requeue=false", "launch.preflight=true")
+    run.submit(*without, stages="train,convert")
     run.next_wait()
     assert "preflight: 2 nodes answered" in run.log()
-    first, second = run.job(link=0), run.job(link=1)
-    run.cluster.run("scancel", "--signal=USR2", first)
+    run.cluster.run("scancel", "--signal=USR2", run.job())
     end = run.next_end()
-    assert (end.job, end.status, end.next) == (first, "preempted", "leave")
-    start = run.next_start()
-    assert (start["job"], start["from"]) == (second, end.step)
+    assert (end.status, end.next) == ("preempted", "stop") and "submit the same command again" in end.reason
+    run.wait_until_gone()
+    run.submit(*without, stages="train,convert")
+    assert run.next_start()["from"] == end.step
 
 
 def test_stopped_by_its_user_it_stays_away_until_asked(run):

@@ -21,10 +21,9 @@ LOST = "srun: error: Node failure on n3"
 REFUSED = "srun: error: n1: task 0: Exited with exit code 2"
 
 
-def terms(later_links=False, requeue=True, max_restarts=3):
+def terms(requeue=True, max_restarts=3):
     """What a job may do."""
-    return JobSpec("trial-train", "train", (), run="r", chain="c", links=1 + later_links, requeue=requeue,
-                   max_restarts=max_restarts)
+    return JobSpec("trial-train", "train", (), run="r", chain="c", requeue=requeue, max_restarts=max_restarts)
 
 
 @pytest.mark.parametrize("why, state, end, outcome, rules, expected", table(f"""
@@ -35,12 +34,12 @@ def terms(later_links=False, requeue=True, max_restarts=3):
     an old manifest beside a start that broke off -> null -> {{status: 1}} -> {{committed: true}} -> {{}} -> \
 restart crashed
     a word without a manifest -> done -> {{status: 0}} -> {{}} -> {{}} -> restart crashed
-    the user's error -> failed -> {{status: 143}} -> {{hang: x, fruitless: 9}} -> {{later_links: true}} -> stop failed
+    the user's error -> failed -> {{status: 143}} -> {{hang: x, fruitless: 9}} -> {{}} -> stop failed
     an earlier start did not refuse this -> null -> {{status: 143, messages: {REFUSED!r}}} -> \
 {{again: true, fruitless: 1}} -> {{}} -> restart crashed
-    asked to stop -> asked -> {{status: 0}} -> {{}} -> {{later_links: true, requeue: false}} -> leave preempted
+    asked to stop -> asked -> {{status: 0}} -> {{}} -> {{}} -> requeue preempted
     asked to stop, and nothing goes on -> asked -> {{status: 0}} -> {{}} -> {{requeue: false}} -> stop preempted
-    cancelled -> cancelled -> {{status: 0}} -> {{}} -> {{later_links: true}} -> stop preempted
+    cancelled -> cancelled -> {{status: 0}} -> {{}} -> {{}} -> stop preempted
     the processes were told to end, but not the job: a preemption -> terminated -> {{status: 0}} -> {{}} -> {{}} -> \
 requeue preempted
     told to end while the stage was at work -> running -> {{status: 143, messages: {LOST!r}}} -> {{stopping: true}} -> \
@@ -48,7 +47,7 @@ requeue preempted
     the last crash that is allowed -> running -> {{status: 143}} -> {{fruitless: 3}} -> {{max_restarts: 3}} -> \
 restart crashed
     one hang too many -> running -> {{status: 0}} -> {{hang: rank 2 is late, fruitless: 4}} -> \
-{{later_links: true}} -> stop hung
+{{}} -> stop hung
     Slurm may still run the tasks, so there is no second gang -> running -> {{status: 137, abandoned: true}} -> \
 {{fruitless: 1}} -> {{}} -> requeue crashed""", str, *[yaml.safe_load] * 4))
 def test_the_table(why, state, end, outcome, rules, expected):
@@ -63,12 +62,12 @@ def test_what_holds_for_every_combination():
             for status, messages, given_up, abandoned in
             product((0, 143), ("", LOST, REFUSED, NO_STEP, f"{LOST}\n{REFUSED}"), flags, flags)]
     states = STATES.values()
-    for *known, requeue, links in product(states, flags, ends, ("", "late"), flags, flags, (0, 4), flags, flags):
-        outcome, spec = Outcome(*known), terms(links, requeue)
+    for *known, requeue in product(states, flags, ends, ("", "late"), flags, flags, (0, 4), flags):
+        outcome, spec = Outcome(*known), terms(requeue)
         decision, end = decide(outcome, spec), outcome.end
         assert decision.reason and (outcome.committed or decision.status != "done")
         assert {  # a job that does not stop lets the next stage start
-            "leave": decision.status == "done" or links,
+            "leave": decision.status == "done",
             "requeue": requeue and not outcome.stopping,
             "restart": end.started and not end.abandoned and outcome.fruitless <= spec.max_restarts
             and not outcome.stopping,

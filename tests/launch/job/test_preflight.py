@@ -27,7 +27,7 @@ from drover.launch.job.preflight import (
     try_node,
 )
 from drover.launch.slurm.nodes import failures, few, record_failure
-from tests.launch.fake_job import chain_of, make_job
+from tests.launch.fake_job import make_job
 from tests.refusal import table
 
 TIMES = {PRODUCT: 0.01, EXCHANGE: 0.02}
@@ -194,20 +194,17 @@ def test_there_is_no_trial_without_the_setting_or_without_ranks(job):
         assert "preflight" not in job.go("work", job="13", **changes)[1]
 
 
-@pytest.mark.parametrize("bad, reason, links, restart, follows, words", table("""
-    {n2: no disk} -> null -> 1 -> 0 -> [requeue, null, ["12"], {}, {n2: 1}] -> queueing this job again
-    {n2: no disk} -> null -> 1 -> 1 -> [stop, failed, [], {}, {n2: 2}] -> submit the same command again
-    {n2: no disk} -> null -> 3 -> 0 -> [leave, null, [], {"13": [n2], "14": [n2]}, {n2: 1}] -> the next job of the \
-chain continues without it
-    {n1: no disk, n2: no disk} -> it is so on all nodes -> 1 -> 0 -> [stop, failed, [], {}, {}] -> \
-preflight: it is so on all nodes""", *[yaml.safe_load] * 5))
-def test_a_bad_node_is_named_and_left_out(job, bad, reason, links, restart, follows, words):
-    """By the next links; without them, at its second failure, by the next submission. What fails on every node is not
-    the nodes'. follows: how the job ends, the stage's state, jobs queued again, nodes left out by others, strikes."""
-    chain_of(job, *["12", "13", "14"][:links])
+@pytest.mark.parametrize("bad, reason, restart, follows, words", table("""
+    {n2: no disk} -> null -> 0 -> [requeue, null, ["12"], {n2: 1}] -> queueing this job again
+    {n2: no disk} -> null -> 1 -> [stop, failed, [], {n2: 2}] -> submit the same command again
+    {n1: no disk, n2: no disk} -> it is so on all nodes -> 0 -> [stop, failed, [], {}] -> preflight: it is so on all \
+nodes""", *[yaml.safe_load] * 4))
+def test_a_bad_node_is_named_and_left_out(job, bad, reason, restart, follows, words):
+    """At its second failure, by the next submission. What fails on every node is not the nodes'. follows: how the job
+    ends, the stage's state, jobs queued again, strikes."""
     for _ in range(restart):
         record_failure(job.run, "n2", "12.0.0", "failed preflight")
-    end, log = job.go(trial=PreflightResult(bad, [], reason), restart=restart, links=links)
-    assert [end, getattr(job.state(), "status", None), job.slurm.requeued, job.slurm.left_out,
-            failures(job.run)] == follows and words in log, log
+    end, log = job.go(trial=PreflightResult(bad, [], reason), restart=restart)
+    state = getattr(job.state(), "status", None)
+    assert [end, state, job.slurm.requeued, failures(job.run)] == follows and words in log, log
     assert not job.events("attempt") and job.events("preflight")[-1]["bad"] == bad

@@ -10,7 +10,6 @@ import yaml
 from drover.launch.job import runner, srun
 from drover.launch.job.host import StepEnd
 from drover.launch.job.preflight import PreflightResult
-from drover.launch.slurm.chain import ChainJob, JobChain
 from drover.launch.slurm.start_logs import KEPT
 from drover.pipeline.contract.signed import SECRET
 from drover.pipeline.contract.state import StageJob
@@ -76,7 +75,7 @@ def test_at_a_request_to_end_the_runner_waits_and_starts_nothing(job):
 -> train is done
     asked -> {} -> requeue -> preempted requeue -> ["12"] -> asked to stop (time limit) after step 120; queueing this
     asked -> {refusal: presently disabled} -> stop -> preempted requeue -> ["12"] -> Slurm did not queue the job again \
-(presently disabled), and no later job of the chain waits to continue: submit the same command again
+(presently disabled): submit the same command again
     crash -> {left_s: 179} -> requeue -> crashed requeue -> ["12"] -> the time limit is too near
     refuse -> {} -> stop -> failed stop -> [] -> there is nothing to train on
     no step/no step/no step/no step -> {} -> requeue -> crashed requeue -> ["12"] -> trying again (3 of 3)
@@ -92,28 +91,21 @@ def test_what_follows_from_each_end_of_a_start(job, plan, slurm, action, ends, r
     assert plan != "refuse" or job.state().status == "failed", "no later job tries again"
 
 
-SPARE = {"nodes": 2, "node_counts": (2, 1), "spare_nodes": 1}
-
-
 @pytest.mark.parametrize("plan, changes, used, ends, words", table("""
     lose n2/work -> {} -> n1,n2 n1,n3 -> crashed restart, done leave -> train is done
-    lose n2/lose n3/work -> {} -> n1,n2 n1,n3 n1 -> crashed restart, crashed restart, done leave -> continues with 1 \
-of 2 nodes: n2, n3 failed
     no n2/work -> {} -> n1,n2 n1,n3 -> crashed restart, done leave -> train is done
-    lose n2,n3 -> {node_counts: [2]} -> n1,n2 -> crashed restart -> crashed: too few of the job's nodes are left; \
-queueing this job again
-    lose n2,n3 -> {node_counts: [2], requeue: false, links: 2} -> n1,n2 -> crashed restart -> too few of the job's \
-nodes are left; the next job of the chain continues
+    lose n2,n3 -> {} -> n1,n2 -> crashed restart -> crashed: too few of the job's nodes are left; queueing this job \
+again
+    lose n2,n3 -> {requeue: false} -> n1,n2 -> crashed restart -> too few of the job's nodes are left; jobs may not \
+requeue themselves here: submit the same command again
     crash/work -> {} -> n1,n2 n1,n2 -> crashed restart, done leave -> train is done""", str, yaml.safe_load))
 def test_nodes_after_a_loss(job, plan, changes, used, ends, words):
-    """Spare nodes come first, then fewer nodes; then the job is queued again."""
+    """Spare nodes come first; then the job is queued again, where that is allowed."""
     job.slurm.nodes = ("n1", "n2", "n3")
-    end, log = job.go(*plan.split("/"), **{**SPARE, **changes})
-    assert end != "stop" and ", ".join(job.ends()) == ends and words in log, log
+    end, log = job.go(*plan.split("/"), spare_nodes=1, **changes)
+    assert (end == "stop") == ("requeue" in changes) and ", ".join(job.ends()) == ends and words in log, log
     lists = used.split()
     assert [re.search("--nodelist=([^ ]+) ", line)[1] for line in job.commands] == lists
-    assert [re.search("--ntasks=([0-9]+) ", line)[1] for line in job.commands] == [
-        str(nodes.count(",") + 1) for nodes in lists]
     assert bool(job.slurm.requeued) == ("queueing" in words)
 
 
@@ -149,23 +141,6 @@ def test_a_job_whose_starts_cannot_be_recorded_ends(job, impatient, place):
 
 
 # ---- starts before this one
-
-
-@pytest.mark.parametrize("plan, planned, refusal, moved, cancelled, words", table("""
-    work -> 4 -> null -> true -> true -> 13, 14, which would continue train, are cancelled
-    work -> 4 -> Job is no longer pending -> true -> false -> stay: Job is no longer pending
-    work -> 5 -> null -> false -> false -> train is done
-    refuse -> 4 -> null -> false -> true -> there is nothing to train on""", str, *[yaml.safe_load] * 4))
-def test_links_that_are_not_needed_are_removed(job, plan, planned, refusal, moved, cancelled, words):
-    """What comes after training waits for this job then. If that cannot be, or until all is submitted, all stays as it
-    was; where the stage failed, nothing comes after it."""
-    jobs = [ChainJob("trial-train", "train", id) for id in ("12", "13", "14")]
-    jobs.append(ChainJob("trial-convert", "convert", "15", dependencies=("14",)))
-    JobChain("c", "", (), {}, "", "", jobs=tuple(jobs), planned=planned).write(job.run)
-    job.slurm.refusal = refusal
-    end, log = job.go(plan, links=3)
-    assert (end == "stop") == (plan == "refuse") and words in log, log
-    assert job.slurm.moved == [("15", "14", "12")] * moved and job.slurm.cancelled == ["14", "13"] * cancelled
 
 
 def test_the_stop_file(job):

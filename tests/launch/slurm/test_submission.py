@@ -107,27 +107,24 @@ def test_the_plan_for_four_nodes(launcher):
     assert "train absent 32 ranks x 6 threads 4 48 cores, 8 GPUs, 500G 25 h 00 m gpu, high, h100 encode" in rows
 
 
-def test_links_arrays_and_sites_without_requeue(launcher):
-    shown = launcher.accepted("""--stage all --nodes 2 --dry-run launch.train.links=3 launch.requeue=false
-        launch.shard.array=1 launch.encode.links=2 launch.encode.array=5 launch.encode.at_once=2 train.micro_batch=1
+def test_arrays_and_sites_without_requeue(launcher):
+    shown = launcher.accepted("""--stage all --nodes 2 --dry-run launch.requeue=false
+        launch.shard.array=1 launch.encode.array=5 launch.encode.at_once=2 train.micro_batch=1
         'launch.extra={comment: night}' launch.qos=high launch.constraint=h100""")
     result = planned(shown)
     assert [(key, str(job.get("dependency"))) for key, job in result.items()] == table("""
         shard -> None
         tokenizer -> afterok:ID_OF_shard
-        encode-1 -> afterok:ID_OF_tokenizer
-        encode -> afterok:ID_OF_tokenizer,afterany:ID_OF_encode-1
-        train-1 -> afterok:ID_OF_encode,singleton
-        train-2 -> afterok:ID_OF_encode,afterany:ID_OF_train-1,singleton
-        train -> afterok:ID_OF_encode,afterany:ID_OF_train-2,singleton
+        encode -> afterok:ID_OF_tokenizer
+        train -> afterok:ID_OF_encode,singleton
         convert -> afterok:ID_OF_train
         evaluate -> afterok:ID_OF_convert
         report -> afterok:ID_OF_evaluate""")
-    name, = {result[key]["job_name"] for key in ("train-1", "train-2", "train")}
+    name = result["train"]["job_name"]
     other = planned(launcher.accepted("--stage all --cluster slurm --dry-run runs_dir=other"))
     assert name.startswith("trial-train-") and other["train"]["job_name"] not in (name, "trial-train"), \
         "singleton goes by the name: a run of another folder is not waited for"
-    assert result["encode-1"]["array_parallelism"] == result["encode"]["array_parallelism"] == 2
+    assert result["encode"]["array_parallelism"] == 2
     assert all(job["no-requeue"] is True and "requeue" not in job and not any("requeue" in line for line in
                job["teardown"]) and re.fullmatch(r"drover:[0-9a-f-]+:[a-z0-9-]+ night", job["comment"])
                and [job["qos"], job["constraint"]] == ["high", "h100"] for job in result.values())
