@@ -1,10 +1,10 @@
-"""The preflight, a short test of every node before training: memory, GPUs, a product, network, run folder.
+"""The preflight, a short test of every node before training: memory, GPUs, run folder, and one all-reduce.
 
     srun ... python -m drover.launch.job.rank preflight RANKS GPUS \\
         python -m drover.launch.job.preflight RUN_FOLDER SECONDS GPUS
 
-One task per rank, as in training. The first task of a node tests the node; all measure. Each prints its report as a
-line of JSON twice: before it meets the others, and at the end. A node thus writes one file, its log.
+One task per rank, as in training. The first task of a node tests the node; all meet. Each prints its report as a line
+of JSON twice: before it meets the others, and after. A node thus writes one file, its log.
 
 The runner judges the nodes by these reports, and when the time is up by those that exist. A node that has not answered
 yet is slow, not bad. A node is blamed only for what distinguishes it from the others, and never more than a few at once
@@ -22,14 +22,11 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 from drover.launch.devices import for_amd, has_one_of, smi, visible_gpus
 from drover.launch.job.host import Host, JobSpec
@@ -44,19 +41,9 @@ BASE_S, PER_NODE_S, LONGEST_S = 180.0, 0.5, 1800.0
 QUIET_S = 60.0
 """A missing node is stuck, not slow, if no other has reported for so long when the time is up."""
 GRACE_S = 30.0
-"""For how long a rank whose measurements failed stays, so that srun does not end the others before they fail too."""
-FACTOR = 4.0
-"""More than so many times the median is too slow."""
-CPU_FLOOR_S, GPU_FLOOR_S = 0.1, 0.005
-"""Less than this above the median is not slow, whatever the factor: on a shared CPU short times vary much."""
+"""For how long a rank that met nobody stays, so that srun does not end the others before they fail too."""
 LEAST_DISK, LEAST_SHARED = 1 << 30, 64 << 20
 """The least free bytes in the run folder and in /dev/shm."""
-PRODUCT = "a matrix product"
-EXCHANGE = "an exchange with another node"
-REPEATS = 5
-ROUNDS = 3
-"""Rounds of exchanges. With three or more nodes each node has two different partners, so that a slow partner does not
-make it look slow."""
 
 
 @dataclass
@@ -65,14 +52,14 @@ class RankReport:
 
     problem: the first one of the node, from its first rank. shared: it is in what all nodes share: the run folder, or
     the site's own test.
-    times: seconds of each measurement, the best of several; empty before it has met the others.
+    met: it has met all others.
     """
 
     rank: int
     node: str
     problem: str = ""
     shared: bool = False
-    times: dict[str, float] = field(default_factory=dict)
+    met: bool = False
 
 
 @dataclass
@@ -111,19 +98,17 @@ def run_preflight(spec: JobSpec, host: Host, folder: Path, environment: dict[str
     end = host.start(replace(spec, stage=PREFLIGHT), trial, environment, folder, has_time)
     seconds = time.monotonic() - began
     reports = read_reports(folder)
-    result = judge(reports, rank_nodes, quiet=reports == before,
-                   floor_s=GPU_FLOOR_S if spec.gpus_per_node else CPU_FLOOR_S)
-    times = [report.times for report in reports if report.times]
-    if not times and end.exit_code and seconds < limit_s:  # no rank could begin, or all failed
+    result = judge(reports, rank_nodes, quiet=reports == before)
+    met = sum(report.met for report in reports)
+    if not met and end.exit_code and seconds < limit_s:  # no rank could begin, or all failed
         lines = [line for rank in range(0, spec.ranks, spec.tasks_per_node)
                  for line in last_lines(folder, rank, spec.tasks_per_node, 1)]
         if len(lines) == spec.nodes and len({re.sub("[0-9]+", "#", line) for line in lines}) == 1:
             result.reason = result.reason or (
                 f"{lines[0]} (the same on all nodes, so none is to blame. If it names a network interface, look at "
                 f"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in launch.environment)")
-    if len(times) == spec.ranks:
-        best = ", ".join(f"{what} {1000 * median(each[what] for each in times):.1f} ms" for what in times[0])
-        result.lines.append(f"{counted(spec.nodes, 'node')} answered in {seconds:.0f} s ({best})")
+    if met == spec.ranks:
+        result.lines.append(f"{counted(spec.nodes, 'node')} answered in {seconds:.0f} s")
     elif not result.reason and not result.bad:
         result.lines += [f"after {seconds:.0f} s{f' ({end.cause})' if end.cause else ''} no node can be blamed; "
                          f"training starts", *last_lines(folder, end.rank, spec.tasks_per_node, 1)]
@@ -145,15 +130,13 @@ def read_reports(folder: Path) -> list[RankReport]:
     return list(reports.values())
 
 
-def judge(reports: Sequence[RankReport], rank_nodes: Sequence[str], *, quiet: bool = True,
-          floor_s: float = CPU_FLOOR_S) -> PreflightResult:
+def judge(reports: Sequence[RankReport], rank_nodes: Sequence[str], *, quiet: bool = True) -> PreflightResult:
     """Decide which nodes are bad.
 
     Args:
         reports: of the ranks that sent one.
         rank_nodes: the node of each rank.
         quiet: whether no report came in the last QUIET_S.
-        floor_s: what is above the median by less is not slow.
     """
     count = len({*rank_nodes})
     most = few(count)
@@ -165,26 +148,15 @@ def judge(reports: Sequence[RankReport], rank_nodes: Sequence[str], *, quiet: bo
                          f"exclude them by launch.exclude and submit the same command again)")
         return result
 
-    def blame(causes: Mapping[str, str]) -> None:
-        """Blame these nodes if they are less than half and, with those already blamed, few; else add a line."""
-        if causes and (len({*causes, *bad}) > most or 2 * len(causes) >= count):
-            result.lines.append(f"{named(causes)}: {next(iter(causes.values()))}. These are {len(causes)} {common}")
-        else:
-            bad.update({**causes, **bad})  # the first reason counts
-
     ranks = {report.rank for report in reports}
     silent = {node: "it did not report" for rank, node in enumerate(rank_nodes) if rank not in ranks}
     if silent and not quiet:
         result.lines.append(f"not all nodes have answered yet: {named(silent)} ({len(silent)} of {count}); slow is not "
                             f"bad, so none gets a failure record")
+    elif len({*silent, *bad}) > most or 2 * len(silent) >= count:
+        result.lines.append(f"{named(silent)}: did not report. These are {len(silent)} {common}")
     else:
-        blame(silent)
-    for what in (PRODUCT, EXCHANGE) if count > 2 else (PRODUCT,):  # of two nodes nobody knows whose the link is
-        times = [(report.node, report.times[what]) for report in reports
-                 if what in report.times and report.node not in bad]
-        middle = median([value for _, value in times] or [0])
-        blame({node: f"{what} took {1000 * value:.0f} ms, {value / middle:.1f} times the others' {1000 * middle:.0f} ms"
-               for node, value in times if value > FACTOR * middle and value - middle > floor_s})
+        bad.update({**silent, **bad})  # the first reason counts
     return result
 
 
@@ -202,7 +174,7 @@ def try_node(run_folder: Path, limit_s: float, gpus: int, *health_check: str) ->
         report.problem = gpu_problem(gpus)
     send(report)
     try:
-        measure(report, limit_s, gpus)
+        meet(report, limit_s, gpus)
     except Exception as error:  # noqa: BLE001 - whatever torch raises is a finding, and this rank's end
         text = str(error).partition("Exception raised from")[0]
         for pause_s in (min(GRACE_S, limit_s), 0.0):  # said again at the end: other threads may have had the last line
@@ -250,65 +222,27 @@ def send(report: RankReport) -> None:
     print(json.dumps(asdict(report)) + "\n", end="", flush=True)  # one write, so that no other line can split it
 
 
-def measure(report: RankReport, limit_s: float, gpus: int) -> None:
-    """Time a matrix product and exchanges with single nodes, with the backend that training will use. If the node has
-    `gpus` and torch cannot use them, that is a problem, and nothing is timed."""
+def meet(report: RankReport, limit_s: float, gpus: int) -> None:
+    """Sum a tensor over all ranks, with the backend that training will use. If the node has `gpus` and torch cannot use
+    them, that is a problem, and this rank meets nobody."""
     import torch
     import torch.distributed as dist
 
     gpu = torch.cuda.is_available()
-    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-    local = report.rank % per_node  # the device's number is another one where a task sees its own GPU only
     if gpus and not gpu:
-        if local == 0:
+        if report.rank % int(os.environ["LOCAL_WORLD_SIZE"]) == 0:
             report.problem = report.problem or (f"torch {torch.__version__} cannot use its GPUs: their driver may be "
                                                 f"too old for it")
         return
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    synchronize = partial(torch.cuda.synchronize, device) if gpu else lambda: None
     if gpu:
         torch.cuda.set_device(device)
-    size, dtype = (4096, torch.bfloat16) if gpu else (384, torch.float32)
-    matrix = torch.ones(size, size, device=device, dtype=dtype)
-    total = torch.ones(1 << (24 if gpu else 20), device=device)
-    received = torch.empty_like(total)
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=limit_s),
                             device_id=device if gpu else None)
-    dist.all_reduce(total)
-    own = dist.get_rank() // per_node
-    nodes = dist.get_world_size() // per_node
-
-    def best(work: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(REPEATS):
-            dist.all_reduce(total[:1])  # all ranks then measure at the same time
-            synchronize()
-            began = time.perf_counter()
-            work()
-            synchronize()
-            times.append(time.perf_counter() - began)
-        return min(times)
-
-    def exchange(partner: int) -> None:
-        if partner != own:
-            other = partner * per_node + local
-            for task in dist.batch_isend_irecv([dist.P2POp(dist.isend, total, other),
-                                                dist.P2POp(dist.irecv, received, other)]):
-                task.wait()
-
-    report.times[PRODUCT] = best(partial(torch.mm, matrix, matrix))
-    for number in range(ROUNDS):
-        partner = partner_of(own, number, nodes)
-        seconds = best(partial(exchange, partner))
-        if partner != own:
-            report.times[EXCHANGE] = min(seconds, report.times.get(EXCHANGE, seconds))
+    dist.all_reduce(torch.ones(1 << 20, device=device))
     dist.barrier()
+    report.met = True
     dist.destroy_process_group()
-
-
-def partner_of(node: int, number: int, nodes: int) -> int:
-    """The node that exchanges with `node` in round `number`; `node` itself if it pauses in this round."""
-    return (number - node) % nodes
 
 
 if __name__ == "__main__":

@@ -171,7 +171,7 @@ class LaunchConfig(Resources):
     """
     preflight: bool = True
     """Test every node (devices, memory, disk, network) before training. It takes at most 180 s, one more for
-    every two nodes, and half an hour in all. A rank four times slower than the median makes its node a bad one."""
+    every two nodes, and half an hour in all."""
     health_check: list[str] = []
     """A site's own test of a node: a command that the preflight runs on each. If it fails, the node has failed the
     preflight, and its last line of output is the reason."""
