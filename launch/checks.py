@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import sys
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from math import inf
 from pathlib import Path
 
 from drover.launch.credentials import credential_problems
 from drover.launch.describe import Disk, newest_checkpoint, planned_consumption, state_bytes_per_rank
 from drover.launch.plan import Job, Options
 from drover.launch.processes import Environment
-from drover.launch.slurm.options import option_problems, options_of
-from drover.launch.slurm.scheduler import NodeKind, Scheduler, megabytes, seconds
+from drover.launch.slurm.options import option_problems
 from drover.pipeline.config.checks import absent_attention, absent_packages, problems, rank_problems
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.section import blocked
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run, acceptable
 from drover.pipeline.contract.stages import STAGES, before
-from drover.pipeline.core.console import counted, first, readable, say
-from drover.pipeline.core.errors import UserError, all_problems, listed, meant, refusals
+from drover.pipeline.core.console import readable, say
+from drover.pipeline.core.errors import UserError, all_problems, listed, refusals
 from drover.pipeline.data.readers import absent_columns
 from drover.pipeline.records.checkpoints import refuse_shorter
 from drover.pipeline.storage.model_hub import hub_folder, names_the_hub
@@ -72,6 +68,9 @@ def start_problems(run: Run, jobs: list[Job], options: Options, disk: Disk, *, s
             reasons.append("launch.environment has PYTHONPATH, which the jobs set to their copy of the code. Add "
                            "folders to it in launch.setup (export PYTHONPATH=...), or name the modules in plugins.")
         reasons += option_problems(config.launch, config.folder.absolute())
+        reasons += [f"launch.{job.stage}.time={job.minutes} min is not longer than launch.signal_s={job.signal_s} s, "
+                    f"the time before the limit at which Slurm signals the end. Raise the one, or lower the other."
+                    for job in running if 60 * job.minutes <= job.signal_s]
     if config.launch.check_fit:
         reasons += memory_problems(config, running, options)
         if disk.needed > disk.free and not (showing and slurm):
@@ -79,24 +78,6 @@ def start_problems(run: Run, jobs: list[Job], options: Options, disk: Disk, *, s
                            f"are free at {run.folder}: free some space, set runs_dir, or keep fewer checkpoints "
                            f"(train.checkpoint.keep). launch.check_fit=false starts it anyway.")
     return reasons + refusals(partial(refuse_unusable_inputs, run, jobs, options))
-
-
-def site_problems(config: Config, jobs: list[Job]) -> list[str]:
-    """What Slurm would refuse of the jobs, also of an invalid configuration, each once."""
-    scheduler = Scheduler()
-    nodes = scheduler.node_kinds()
-    known = {"partition": {kind.partition for kind in nodes}}
-    if nodes:
-        enforced = scheduler.site_settings().get("AccountingStorageEnforce", "")
-        rows = scheduler.associations(getpass.getuser())
-        known["account"] = {account for account, _, _ in rows if "associations" in enforced}
-        known["qos"] = {name for *_, names in rows if "qos" in enforced for name in names.split(",")}
-    causes = defaultdict[str, list[str]](list)
-    for job in jobs:
-        if job.to_run:
-            for text in (*_unknown_names(job, known), *_beyond_limits(config, job, nodes)):
-                causes[text].append(job.stage)
-    return [f"{first(keys)}: {text}" for text, keys in causes.items()]
 
 
 def memory_problems(config: Config, jobs: list[Job], options: Options) -> Iterator[str]:
@@ -168,42 +149,6 @@ def refuse_changed(run: Run, job: Job, options: Options) -> None:
     if job.forced or job.state.kind != "changed" or (options.accept_changes and acceptable(job.stage, changes)):
         return
     raise run.refusal(job.stage, changes)
-
-
-def _beyond_limits(config: Config, job: Job, nodes: Sequence[NodeKind]) -> Iterator[str]:
-    """What the partition of a job does not allow, or its nodes do not have. nodes: of the cluster; () if unknown."""
-    if 60 * job.minutes <= job.signal_s:
-        yield (f"launch.{job.stage}.time={job.minutes} min is not longer than launch.signal_s={job.signal_s} s, the "
-               f"time before the limit at which Slurm signals the end. Raise the one, or lower the other.")
-    names = (job.resources.partition or "").split(",")
-    kinds = [kind for kind in nodes if kind.partition in names or (kind.usual and not job.resources.partition)
-             ] or nodes  # what no node of an unknown partition's cluster has
-    if not kinds:
-        return
-    cores = job.tasks_per_node * job.cpus_per_task
-    memory = job.resources.mem or "0"
-    gpus = job.gpus_per_node if config.launch.request_gpus else 0
-    fitting = sum(kind.nodes for kind in kinds if kind.cpus >= cores and kind.gpus >= gpus
-                  and (kind.memory_mb >= megabytes(memory) or kind.memory_mb == 1))  # 1: the site does not say
-    most = max(kind.most for kind in kinds)
-    longest = max(seconds(kind.longest, inf) for kind in kinds)
-    above = job.all_nodes > most or 60 * job.minutes > longest
-    if job.all_nodes > fitting or (above and "qos" not in options_of(job)):  # a QOS may lift the limits
-        yield (f"requests {counted(job.all_nodes, 'node')} with {counted(cores, 'core')}, mem {memory}, "
-               f"{counted(gpus, 'GPU')} each for {job.minutes} min, but Slurm has {', '.join(map(str, kinds))}. Change "
-               f"--nodes, launch.cpus, mem, gpus_per_node, processes, time or partition (launch.request_gpus=false "
-               f"requests no GPUs, where Slurm does not count them).")
-
-
-def _unknown_names(job: Job, known: Mapping[str, set[str]]) -> Iterator[str]:
-    """Names that Slurm does not have for this user, with those that it has. known: by kind; {} where it is not known,
-    or where Slurm takes any."""
-    given = {**options_of(job), "partition": job.resources.partition or ""}
-    for kind, names in known.items():
-        for name in str(given.get(kind, "")).split(","):
-            if name and names and (name if kind == "partition" else name.lower()) not in names:
-                yield (f"Slurm has no {kind} {name} for you; {meant(name, names, f'set launch.{kind}.')} It has: "
-                       f"{', '.join(sorted(names))}.")
 
 
 def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Environment, *, local: bool) -> None:

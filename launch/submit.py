@@ -31,7 +31,6 @@ from drover.launch.checks import (
     configuration_problems,
     refuse_unusable_stores,
     say_absent,
-    site_problems,
     start_problems,
 )
 from drover.launch.describe import by_hand, disk, print_plan
@@ -111,8 +110,6 @@ def _launch(options: argparse.Namespace) -> int:
         if not problems:
             print_plan(run, shown, requested, where, needed)
         problems += start_problems(run, jobs, requested, needed, showing=showing)
-    if not local:
-        problems += site_problems(config, jobs)
     refused = [str(refusal(invalid, options.config))] if invalid else []
     if problems:
         refused.append(all_problems(problems, "This cannot be started", len(problems)))

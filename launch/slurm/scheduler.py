@@ -72,7 +72,7 @@ class JobInfo:
 @dataclass(frozen=True)
 class NodeKind:
     """Equal nodes of a partition. usual: the partition is the site's default. longest: its time limit, as Slurm writes
-    it. most: nodes that a job may request there."""
+    it."""
 
     partition: str
     usual: bool
@@ -81,12 +81,11 @@ class NodeKind:
     memory_mb: int
     gpus: int
     longest: str = ""
-    most: float = inf
 
     def __str__(self) -> str:
         return (f"partition {self.partition}{'*' * self.usual}: {counted(self.nodes, 'node')} with "
                 f"{counted(self.cpus, 'core')}, {self.memory_mb:,} MB, {counted(self.gpus, 'GPU')}; time limit "
-                f"{self.longest}, node limit {self.most:g}")
+                f"{self.longest}")
 
 
 @dataclass(frozen=True)
@@ -161,11 +160,10 @@ class Scheduler:
 
     def node_kinds(self) -> list[NodeKind]:
         """The kinds of nodes in each partition; [] if Slurm does not answer."""
-        rows = self._rows("sinfo", "--noheader", "--all", "--exact", "--format", "%P|%D|%c|%m|%G|%l|%s")
+        rows = self._rows("sinfo", "--noheader", "--all", "--exact", "--format", "%P|%D|%c|%m|%G|%l")
         return [NodeKind(name.rstrip("*"), name.endswith("*"), int(nodes), int(cpus), int(memory),
-                         sum(int(count or 1) for count in GPUS.findall(gpus)), longest,
-                         int(most) if (most := size.rpartition("-")[2]).isdecimal() else inf)
-                for name, nodes, cpus, memory, gpus, longest, size in rows if f"{nodes}{cpus}{memory}".isdecimal()]
+                         sum(int(count or 1) for count in GPUS.findall(gpus)), longest)
+                for name, nodes, cpus, memory, gpus, longest in rows if f"{nodes}{cpus}{memory}".isdecimal()]
 
     def site_settings(self) -> dict[str, str]:
         """Settings of slurm.conf by name; {} if Slurm does not answer."""
@@ -242,12 +240,6 @@ def seconds(text: str, otherwise: float = 0) -> float:
         return seconds_of(text)
     except ValueError:
         return otherwise
-
-
-def megabytes(text: str) -> float:
-    """An amount of memory, such as `64G`, in megabytes, which are also meant without a unit."""
-    number = text.rstrip("KMGTkmgtBb")
-    return float(number) * 1024.0 ** ("KMGT".index((text[len(number):] or "M")[0].upper()) - 1)
 
 
 def literal(path: Path) -> str:

@@ -30,7 +30,7 @@ def test_what_it_prints_and_the_profile(site, tmp_path, capsys):
     path = tmp_path / "new/mine.yaml"
     assert printed(capsys, main, "--write", path, expect=0).splitlines() == [
         "Slurm 24.11.5; accounts and QOS: ours normal; theirs gpu",
-        "partition gpu*: 12 nodes with 96 cores, 1,031,000 MB, 8 GPUs; time limit 2-00:00:00, node limit inf",
+        "partition gpu*: 12 nodes with 96 cores, 1,031,000 MB, 8 GPUs; time limit 2-00:00:00",
         "", f"wrote {path}; use it with --cluster {path}"]
     assert path.read_text() == profile([GPU], requeue=False)
     assert "exists already" in printed(capsys, main, "--write", path, expect=2)

@@ -178,56 +178,6 @@ def test_the_shells_own_slurm_variables_reach_no_job(slurm):
     assert (slurm.queue / "101.environment").read_text().split() == ["SLURM_CONF=/etc/slurm.conf"]
 
 
-SITE = """\
-debug*|4|4|16000|(null)|1:00:00|1-2
-long|4|64|16000|(null)|infinite|1-infinite
-odd line
-odd|1|64+||none||
-big|2|64|256000|gpu:a:6(S:0-1),gpu:b:2,x:1|infinite|1-infinite"""
-
-
-@pytest.mark.parametrize("words, message", table("""
-    launch.time=60 -> train, evaluate: requests 1 node with 8 cores, mem 0, 0 GPUs each for 60 min, but Slurm has \
-partition debug*: 4 nodes with 4 cores, 16,000 MB, 0 GPUs; time limit 1:00:00, node limit 2. Change --nodes
-    --nodes 3 launch.partition=big launch.gpus_per_node=2 train.micro_batch=1 train.batch_tokens=12288 --no-rehearse \
--> requests 3 nodes with 8 cores, mem 0, 2 GPUs each
-    --nodes 4 launch.time=60 launch.cpus=2 -> train: requests 4 nodes
-    launch.train.time=2 -> launch.train.time=2 min is not longer than launch.signal_s=120 s
-    launch.time=60 launch.cpus=1 launch.convert.time=61 -> convert: requests 1 node with 1 core, mem 0, 0 GPUs each
-    launch.time=60 launch.cpus=1 launch.mem=16G -> 2 more: requests 1 node with 2 cores, mem 16G, 0 GPUs each
-    launch.partition=absent launch.cpus=99 train.batch_tokens=7 -> 198 cores, mem 0, 0 GPUs each for"""))
-def test_what_no_partition_takes_is_told_before_anything_queues(slurm, words, message):
-    """Slurm would keep such jobs for ever. Of training's it would say so only once all before it is done."""
-    slurm.programs.say("sinfo", SITE)
-    assert message in slurm.refused(f"--stage all {words}") and not list(slurm.queue.iterdir())
-
-
-@pytest.mark.parametrize("how", ["", "--dry-run"])
-def test_names_that_slurm_does_not_take_are_told_with_those_that_it_takes(slurm, how):
-    slurm.programs.say("sinfo", SITE)
-    slurm.programs.say("scontrol", "AccountingStorageEnforce = associations,limits,qos")
-    slurm.programs.say("sacctmgr", "physics|big|normal,high\nmaths||normal")
-    message = slurm.refused(f"""--stage all --nodes 8 launch.account=fysics launch.qos=low
-        launch.train.partition=debug launch.convert.partition=bigg {how}""")
-    for part in ("convert: Slurm has no partition bigg for you; did you mean 'big'?",
-                 "no account fysics for you; did you mean 'physics'? It has: maths, physics.",
-                 "no qos low for you; set launch.qos. It has: high, normal", "train: requests 8 nodes"):
-        assert part in message
-    words = f"--stage all launch.partition=debug,long launch.account=MATHS launch.qos=high launch.cpus=2 {how}"
-    slurm.accepted(words)
-    slurm.programs.say("scontrol", "AccountingStorageEnforce = none")
-    slurm.accepted(f"{words} launch.account=any launch.qos=any name=other")
-
-
-@pytest.mark.parametrize("words", [
-    "launch.gpus_per_node=4 launch.request_gpus=false launch.cpus=1 --no-rehearse",
-    "launch.cpus=2", "--nodes 4 launch.partition=debug,long", "--nodes 4 launch.qos=high launch.cpus=2"])
-def test_what_a_partition_takes_is_queued(slurm, words):
-    """A quality of service may lift a partition's limits."""
-    slurm.programs.say("sinfo", SITE)
-    slurm.accepted(f"--stage all launch.time=60 {words}")
-
-
 def test_a_refused_submission_says_what_is_queued(slurm):
     message = slurm.refused("--stage all", REFUSED="103")
     assert "trial-encode: invalid partition. Change what it requests (`drover explain launch`)" in message
@@ -248,20 +198,18 @@ def test_nodes_that_failed_twice_are_left_out(slurm):
     assert not (slurm.run / "launch/stop").exists(), "it was meant for what ran then"
 
 
-def test_all_that_the_site_forbids_is_told_at_once(slurm):
-    slurm.programs.say("sinfo", SITE)
-    message = slurm.refused("""--stage all --nodes 4 launch.cpus=1 launch.train.time=4 launch.secrets=[NO_SUCH_TOKEN]
+def test_all_that_cannot_work_is_told_at_once(slurm):
+    message = slurm.refused("""--stage all --nodes 4 launch.train.time=2 launch.secrets=[NO_SUCH_TOKEN]
         launch.gpu_memory_gb=0.000001 launch.environment.HF_TOKEN=hf_abc""")
     assert not list(slurm.queue.iterdir()) and not (slurm.run / "code").exists()
-    for part in ("train: requests 4 nodes with 2 cores, mem 0, 0 GPUs each for 4 min, but Slurm has partition debug",
-                 "for 240 min, but Slurm has", "a GPU (launch.gpu_memory_gb) has 1 kB",
+    for part in ("launch.train.time=2 min is not longer than launch.signal_s=120 s", "a GPU (launch.gpu_memory_gb) has 1 kB",
                  "your shell has no such variable",
                  "contains what looks like a secret (HF_TOKEN)"):
         assert part in message, part
     assert "hf_abc" not in message
     assert "are free at" in slurm.refused(
         "--stage all train.checkpoint.permanent_every=1 train.steps=200000000 train.warmup_steps=3")
-    slurm.accepted("--stage all launch.cpus=1 launch.time=60 launch.gpu_memory_gb=1")
+    slurm.accepted("--stage all launch.gpu_memory_gb=1")
 
 
 # ---- the copy of the code
