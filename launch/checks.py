@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from drover.launch.credentials import credential_problems
-from drover.launch.describe import Disk, newest_checkpoint, planned_consumption, state_bytes_per_rank
+from drover.launch.describe import newest_checkpoint, planned_consumption
 from drover.launch.plan import Job, Options
 from drover.launch.processes import Environment
 from drover.launch.slurm.options import option_problems
@@ -19,7 +19,7 @@ from drover.pipeline.config.section import blocked
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run, acceptable
 from drover.pipeline.contract.stages import STAGES, before
-from drover.pipeline.core.console import readable, say
+from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import UserError, all_problems, listed, refusals
 from drover.pipeline.data.readers import absent_columns
 from drover.pipeline.records.checkpoints import refuse_shorter
@@ -50,11 +50,8 @@ def configuration_problems(config: Config, jobs: list[Job], *, local: bool = Tru
     return reasons
 
 
-def start_problems(run: Run, jobs: list[Job], options: Options, disk: Disk, *, showing: bool) -> list[str]:
-    """All that this machine or the cluster would refuse or fail at later, of a valid configuration.
-
-    showing: jobs are only shown, perhaps not on the machine that will submit.
-    """
+def start_problems(run: Run, jobs: list[Job], options: Options) -> list[str]:
+    """All that this machine or the cluster would refuse or fail at later, of a valid configuration."""
     config = run.config
     running = [job for job in jobs if job.to_run]
     slurm = options.cluster == "slurm"
@@ -71,32 +68,7 @@ def start_problems(run: Run, jobs: list[Job], options: Options, disk: Disk, *, s
         reasons += [f"launch.{job.stage}.time={job.minutes} min is not longer than launch.signal_s={job.signal_s} s, "
                     f"the time before the limit at which Slurm signals the end. Raise the one, or lower the other."
                     for job in running if 60 * job.minutes <= job.signal_s]
-    if config.launch.check_fit:
-        reasons += memory_problems(config, running, options)
-        if disk.needed > disk.free and not (showing and slurm):
-            reasons.append(f"the run may write {readable(disk.needed)} ({disk.parts}), but only {readable(disk.free)} "
-                           f"are free at {run.folder}: free some space, set runs_dir, or keep fewer checkpoints "
-                           f"(train.checkpoint.keep). launch.check_fit=false starts it anyway.")
     return reasons + refusals(partial(refuse_unusable_inputs, run, jobs, options))
-
-
-def memory_problems(config: Config, jobs: list[Job], options: Options) -> Iterator[str]:
-    """Whether training's state alone exceeds the memory of a rank, if both are known."""
-    train = next((job for job in jobs if job.stage == "train"), None)
-    if train is None:
-        return
-    machine = options.machine
-    if options.cluster == "slurm":
-        memory, what = (config.launch.gpu_memory_gb or 0) * 1e9, "a GPU (launch.gpu_memory_gb)"
-    elif machine.gpus:
-        memory, what = machine.memory, "a GPU here"
-    else:
-        memory, what = machine.memory / train.ranks, "its share of the free memory here"
-    state = state_bytes_per_rank(config, train.ranks)
-    if 0 < memory < state:
-        yield (f"weights, gradients and optimizer state alone take {readable(state)} a rank, but {what} has "
-               f"{readable(memory)}: use more ranks, a smaller parallel.dp_replicate, or a smaller model (`drover "
-               f"presets` lists shapes). launch.check_fit=false starts it anyway.")
 
 
 def refuse_unusable_inputs(run: Run, jobs: list[Job], options: Options) -> None:

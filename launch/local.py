@@ -27,7 +27,6 @@ from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import this_start
 from drover.pipeline.core.background import usable_cores
 from drover.pipeline.core.console import duration
-from drover.pipeline.parallel.host_memory import free_on_host
 
 WORDS = Path("logs") / "local.log"
 """The launcher's log of all stages and starts on this machine, in the run folder."""
@@ -62,18 +61,15 @@ class LocalHost(Host):
 
 
 def find_machine(device: str = "auto") -> Machine:
-    """Cores that this process may use, visible GPUs, and memory, without importing torch.
+    """Cores that this process may use, and visible GPUs, without importing torch.
 
     device: launch.device. GPUs count only for `auto` and `cuda`.
     """
     if device not in ("auto", "cuda"):
-        return Machine(usable_cores(), 0, free_on_host())
-    rows = smi("--query-gpu=memory.total")
-    sizes = [int(mib) << 20 if mib.isdigit() else 0 for mib, *_ in rows or ()]  # 0: unknown
+        return Machine(usable_cores())
+    rows = smi("--query-gpu=index")
     gpus = visible_gpus({}) if rows is None else len(rows)
-    if not MASKS.isdisjoint(os.environ):
-        gpus = min(gpus, visible_gpus(os.environ))
-    return Machine(usable_cores(), gpus, min(sizes, default=0) if gpus else free_on_host())
+    return Machine(usable_cores(), gpus if MASKS.isdisjoint(os.environ) else min(gpus, visible_gpus(os.environ)))
 
 
 def run_jobs(config: Config, jobs: list[Job], options: Options) -> int:

@@ -23,12 +23,10 @@ MOST_ELEMENTS = 64
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine has: cores this process may use, GPUs it can see; bytes of memory of one GPU, or where there is
-    none, those that are free for all ranks together (0: not known)."""
+    """What this machine has: cores this process may use, GPUs it can see."""
 
     cores: int
     gpus: int = 0
-    memory: int = 0
 
 
 @dataclass(frozen=True)

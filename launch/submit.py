@@ -33,11 +33,11 @@ from drover.launch.checks import (
     say_absent,
     start_problems,
 )
-from drover.launch.describe import by_hand, disk, print_plan
+from drover.launch.describe import by_hand, print_plan
 from drover.launch.local import find_machine, run_jobs
 from drover.launch.plan import Job, Options, plan
 from drover.launch.slurm.options import parameters
-from drover.launch.slurm.submission import for_slurm, rehearse_training, submit_chain
+from drover.launch.slurm.submission import for_slurm, submit_chain
 from drover.pipeline.config.loading import refusal, shipped
 from drover.pipeline.config.section import make_folder
 from drover.pipeline.config.tree import Config
@@ -64,9 +64,6 @@ def add_options(parser: Parser) -> None:
     how.add_argument("--accept-changes", action="store_true",
                      help="continue training although inputs or settings have changed, and rebuild the stages "
                           "after it")
-    how.add_argument("--rehearse", action=argparse.BooleanOptionalAction, default=None,
-                     help="for Slurm: compute the memory of a training step before the job is submitted, and refuse "
-                          "what does not fit (default: for several nodes with GPUs; takes up to a minute)")
 
 
 def _launch(options: argparse.Namespace) -> int:
@@ -106,10 +103,9 @@ def _launch(options: argparse.Namespace) -> int:
         problems += absence(run, jobs)
         problems += [] if local else absent("Slurm", "submitit", "use --cluster local")
     if not invalid:
-        needed = disk(config, jobs)
         if not problems:
-            print_plan(run, shown, requested, where, needed)
-        problems += start_problems(run, jobs, requested, needed, showing=showing)
+            print_plan(run, shown, requested, where)
+        problems += start_problems(run, jobs, requested)
     refused = [str(refusal(invalid, options.config))] if invalid else []
     if problems:
         refused.append(all_problems(problems, "This cannot be started", len(problems)))
@@ -117,8 +113,6 @@ def _launch(options: argparse.Namespace) -> int:
         raise UserError("\n".join(refused))
     say_absent(run, jobs)
     if showing:
-        if options.rehearse:
-            rehearse_training(run, jobs, requested)
         if nothing:
             echo("nothing to do: all asked stages are done",
                  *["With --force each would be started like this:\n"] * commands)
@@ -129,7 +123,7 @@ def _launch(options: argparse.Namespace) -> int:
         clear_done(run, stage, locked=False)
     refuse_unusable_stores(config, jobs, os.environ, local=local)
     if not local:
-        return submit_chain(run, jobs, requested, rehearse=options.rehearse)
+        return submit_chain(run, jobs, requested)
     if not nothing:
         make_folder(run.folder)
     (run.folder / STOP).unlink(missing_ok=True)  # it was meant for what ran then
@@ -153,7 +147,7 @@ def _show(config: Config, jobs: list[Job], *, local: bool) -> None:
 def _cluster(options: argparse.Namespace) -> tuple[Literal["local", "slurm"], str, list[str]]:
     """Where to run, why there, and why that cannot be."""
     requested, sbatch = options.cluster, shutil.which("sbatch")
-    for_slurm_alone = options.nodes is not None or options.gpus_per_node is not None or bool(options.rehearse)
+    for_slurm_alone = options.nodes is not None or options.gpus_per_node is not None
     why = f"--cluster {requested}" if requested != "auto" else f"{'' if sbatch else 'no '}sbatch on PATH"
     usable = sbatch is not None or options.dry_run
     if requested not in ("auto", "local") or (requested == "auto" and usable and (sbatch or for_slurm_alone)):
@@ -161,9 +155,9 @@ def _cluster(options: argparse.Namespace) -> tuple[Literal["local", "slurm"], st
             "There is no sbatch on PATH, so nothing can be submitted. Log in to a machine with Slurm, use --cluster "
             "local, or use --dry-run to see what it would get."] * (not usable)
     return "local", why, [
-        f"--nodes, --gpus-per-node and --rehearse are for Slurm, but this runs here ({why}). Leave them out "
-        f"(launch.processes=N sets the ranks here, `drover rehearse` shows a layout's memory), or use --cluster slurm "
-        f"where Slurm is; `drover plan --cluster slurm` shows what it would get."] * for_slurm_alone
+        f"--nodes and --gpus-per-node are for Slurm, but this runs here ({why}). Leave them out "
+        f"(launch.processes=N sets the ranks here), or use --cluster slurm where Slurm is; `drover plan --cluster "
+        f"slurm` shows what it would get."] * for_slurm_alone
 
 
 def _run_options(parser: Parser) -> None:

@@ -1,4 +1,4 @@
-"""A submission to Slurm: a rehearsal, a copy of the code, and the jobs, which submitit submits as one chain.
+"""A submission to Slurm: a copy of the code, and the jobs, which submitit submits as one chain.
 
 Jobs start hours after their submission and restart for weeks. Later edits of the checkout must not reach them: they run
 a copy in the run folder. It is named by its content, so that submitting the same code again makes no new one.
@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import secrets
-import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,14 +19,12 @@ from pathlib import Path
 
 from drover.launch.credentials import known_form
 from drover.launch.job.host import JobSpec
-from drover.launch.plan import Job, Options, process_environment
-from drover.launch.processes import answer_of
+from drover.launch.plan import Job, Options
 from drover.launch.slurm.chain import CHAIN, ChainJob, JobChain, in_queue
 from drover.launch.slurm.nodes import failing, named
 from drover.launch.slurm.options import FOLDER, outer_python, parameters
 from drover.launch.slurm.scheduler import OWN, Scheduler, of_another_job, plain
 from drover.launch.slurm.trust import refuse_foreign_files
-from drover.pipeline.config.checks import network
 from drover.pipeline.config.kinds import plugin_files
 from drover.pipeline.config.loading import config_hash, save_config
 from drover.pipeline.config.section import make_folder
@@ -46,10 +43,6 @@ MOST_TIMEOUTS = 1_000_000
 PACKAGE = "drover"
 PARTS = (PACKAGE, "__init__.py", "launch", "model", "pipeline", "tools", "configs")
 """What jobs need of the checkout or of an installed package. Tests, docs and everything else are left out."""
-REHEARSAL_S = 300.0
-"""If a rehearsal takes longer (in seconds), the job is submitted without its result."""
-FIT = "memory     "
-"""The beginning of the line that says whether the step fits."""
 
 
 def for_slurm(run: Run, options: Options) -> Options:
@@ -63,10 +56,8 @@ def for_slurm(run: Run, options: Options) -> Options:
     return replace(options, frozen=str(frozen), chain=id, code=str(code), code_files=files, exclude=tuple(excluded))
 
 
-def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool | None) -> int:
+def submit_chain(run: Run, jobs: list[Job], options: Options) -> int:
     """Submit the jobs that have something to do as one chain; the exit status.
-
-    rehearse: whether to rehearse a training step first; None: if it is worth it.
 
     Raises:
         UserError: something cannot work. Nothing was submitted, or the error names the jobs that were.
@@ -86,8 +77,6 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
     # From here until everything is recorded, or this process ends, no other process can submit this run.
     held = lock(run.folder, "submission", "The submission")
     _refuse_queued(run)
-    if rehearse or (rehearse is None and worth_rehearsing(config, jobs)):
-        rehearse_training(run, jobs, options)  # last, because it may take some minutes
     take_snapshot(Path(options.code), options.code_files)
     if config.launch.check_owners:  # an access control list of the folder may override the umask
         refuse_foreign_files(run.folder)
@@ -222,46 +211,3 @@ def _contents(repository: Path) -> dict[str, bytes]:
 def _name(contents: dict[str, bytes]) -> str:
     commit = json.loads(contents[SNAPSHOT])["commit"][:10] or "unversioned"
     return f"{commit}-{sha256_json({name: hashlib.sha256(text).hexdigest() for name, text in contents.items()})[:10]}"
-
-
-# ---- the rehearsal: a process of its own, so that the launcher needs no torch, and no failure stops the submission
-
-
-def worth_rehearsing(config: Config, jobs: list[Job]) -> bool:
-    """Whether a job will train on GPUs of several nodes, with an engine that can be rehearsed."""
-    return config.parallel.engine == "fsdp2" and any(
-        job.stage == "train" and job.to_run and job.gpus_per_node and job.nodes > 1 for job in jobs)
-
-
-def rehearse_training(run: Run, jobs: list[Job], options: Options) -> None:
-    """Rehearse a training step with the ranks of these jobs by `drover rehearse`, and print the memory it takes.
-
-    Raises:
-        UserError: it does not fit the GPUs' memory (`launch.gpu_memory_gb`).
-    """
-    train = next((job for job in jobs if job.stage == "train" and job.to_run), None)
-    if train is None:
-        say("rehearsal", "not done: there is no training to submit")
-        return
-    say("rehearsal", "computing the memory of a training step without GPUs (--no-rehearse skips this) ...")
-    command = [sys.executable, "-m", "drover", "rehearse", "--config", options.config_path, "--ranks", str(train.ranks)]
-    if not train.gpus_per_node:
-        command.append("--cpu")
-    elif memory := run.config.launch.gpu_memory_gb:
-        command.append(f"--memory={memory:g}")
-    command += options.overrides
-    made = run.manifest("tokenizer")
-    if made is not None and network(run.config).vocab_size is None:
-        command.append(f"model.vocab_size={made.counts['vocab_size']}")
-    environment = {**process_environment(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    try:
-        status, output, errors = answer_of(command, environment, REHEARSAL_S)
-    except subprocess.TimeoutExpired:
-        status, output, errors = 1, "", f"it took longer than {REHEARSAL_S:.0f} s"
-    for line in output.splitlines():
-        say("rehearsal", line)
-        if status and line.startswith(FIT):
-            raise UserError(f"Training does not fit: {line.removeprefix(FIT).strip()} --no-rehearse submits it anyway.")
-    if status:
-        cause = [f"it ended with status {status}", *errors.strip().splitlines()][-1]
-        say("rehearsal", f"not done: {cause}. The job is submitted anyway")

@@ -123,8 +123,6 @@ class OptimizerKind:
     Attributes:
         make: "module:name" of its factory, called as `make(weights, config, grid)`; see
             `drover.pipeline.training.optimizers.Make`. Only the training ranks import it.
-        matrix_bytes: bytes of state per element of the blocks' matrices, for float32 weights.
-        other_bytes: the same per element of embeddings, output matrix and norms.
         settings: what train.optimizer_settings may hold, with defaults, whose types are required. A default is part of
             what a run computed: never change one; give a better one another name.
         engines: values of parallel.engine that it works under. DeepSpeed flattens weights, so "deepspeed" is only for
@@ -132,14 +130,8 @@ class OptimizerKind:
     """
 
     make: str
-    matrix_bytes: float
-    other_bytes: float
     settings: Mapping[str, Any] = field(default_factory=dict)
     engines: tuple[str, ...] = ("fsdp2",)
-
-    def state_bytes(self, matrix_elements: int, other_elements: int) -> float:
-        """Bytes of optimizer state for these numbers of elements; weights are float32."""
-        return self.matrix_bytes * matrix_elements + self.other_bytes * other_elements
 
     def maker(self) -> Callable[..., Any]:
         """The imported factory; UserError if it cannot be imported."""

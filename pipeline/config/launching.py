@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from drover.pipeline.config.section import LocalPath, Location, Section, in_form, nested
 from drover.pipeline.core.console import minutes
@@ -175,11 +175,6 @@ class LaunchConfig(Resources):
     health_check: list[str] = []
     """A site's own test of a node: a command that the preflight runs on each. If it fails, the node has failed the
     preflight, and its last line of output is the reason."""
-    gpu_memory_gb: PositiveFloat | None = None
-    """Memory of one GPU in GB. A training step must fit into it (`check_fit`); null: it is not compared."""
-    check_fit: bool = True
-    """Refuse, before anything starts, training whose weights, gradients and optimizer state alone exceed the memory.
-    Also refuse a run that may write more than the free disk space. false: start anyway."""
     shard: ArrayResources = nested()
     """Jobs of shard."""
     tokenizer: Resources = nested()

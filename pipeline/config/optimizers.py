@@ -32,8 +32,7 @@ def optimizer_kind(name: str) -> OptimizerKind:
                         f"Take {', '.join(OPTIMIZERS)}, or write module:NAME of an OptimizerKind of your own.")
     kind = imported(name, "train.optimizer")
     if not isinstance(kind, OptimizerKind):
-        raise UserError(f"train.optimizer '{name}' is not an OptimizerKind. Name one, such as "
-                        f"OptimizerKind('{name}', matrix_bytes=..., other_bytes=...). "
+        raise UserError(f"train.optimizer '{name}' is not an OptimizerKind. Name one, such as OptimizerKind('{name}'). "
                         f"pipeline/training/optimizers.py explains it.")
     return kind
 

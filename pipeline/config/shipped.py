@@ -34,9 +34,8 @@ SINKS = Kinds("train.log_to", "log sink", "drover.pipeline.training.sinks:SinkSe
 HOOKS = Kinds("train.hooks", "hook", "drover.pipeline.training.hooks:HookSettings", {})
 
 OPTIMIZERS = {
-    "adamw": OptimizerKind("drover.pipeline.training.optimizers:AdamW", matrix_bytes=8, other_bytes=8,
-                           engines=("fsdp2", "deepspeed")),
-    "muon": OptimizerKind("drover.pipeline.training.muon:Muon", matrix_bytes=4, other_bytes=8,
+    "adamw": OptimizerKind("drover.pipeline.training.optimizers:AdamW", engines=("fsdp2", "deepspeed")),
+    "muon": OptimizerKind("drover.pipeline.training.muon:Muon",
                           settings={"momentum": 0.95, "nesterov": True, "iterations": 5})}
 """By the name in train.optimizer."""
 

@@ -54,19 +54,6 @@ def bubble(model: ModelConfig, parallel: ParallelConfig, micro_batches: int) -> 
         return 0.0
     if parallel.pp_schedule == "zbv":
         return None
-    costliest, busiest = _largest(model, parallel, embedding=False)
-    return (parallel.pp - 1) * costliest / (micro_batches * busiest)
-
-
-def largest_share(model: ModelConfig, parallel: ParallelConfig) -> float:
-    """The share of the network's weights on the fullest rank of a pipeline; 1 without a pipeline."""
-    if parallel.pp == 1:
-        return 1.0
-    _, fullest = _largest(model, parallel)
-    return fullest / (model.layers + (1 if model.tied_embeddings else 2) * _ends(model))
-
-
-def _largest(model: ModelConfig, parallel: ParallelConfig, embedding: bool = True) -> tuple[float, float]:
-    """The largest of the costs of a stage, and of those of a rank's stages together."""
-    cost = _costs(model, [len(layers) for layers in stage_layers(model, parallel.stages)], embedding)
-    return max(cost), max(sum(cost[stage] for stage in parallel.stages_of(rank)) for rank in range(parallel.pp))
+    cost = _costs(model, [len(layers) for layers in stage_layers(model, parallel.stages)], embedding=False)
+    busiest = max(sum(cost[stage] for stage in parallel.stages_of(rank)) for rank in range(parallel.pp))
+    return (parallel.pp - 1) * max(cost) / (micro_batches * busiest)

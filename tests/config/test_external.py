@@ -11,7 +11,7 @@ def loaded(tmp_path, monkeypatch, train):
     for name, text in (("outside_attention", "raise ImportError('imported')"),
                        ("outside_steps", "import nothing_like_it"),
                        ("outside_kind", "from drover.pipeline.config.optimizers import OptimizerKind\n"
-                        "LION = OptimizerKind('outside_steps:Lion', matrix_bytes=4, other_bytes=4)\n")):
+                        "LION = OptimizerKind('outside_steps:Lion')\n")):
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "c.yaml").write_text(f"train: {{{train}}}\n")

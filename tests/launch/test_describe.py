@@ -10,21 +10,16 @@ from drover.launch.checks import _refuse_plan
 from drover.launch.describe import (
     consumption_lines,
     continued_from,
-    disk,
     order_warning,
-    shape_of,
     training_facts,
 )
-from drover.launch.plan import Machine, Options, plan
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.manifest import Difference, Manifest
 from drover.pipeline.contract.run import Run
-from drover.pipeline.core.console import readable
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import append_line, output_record, write_json, write_sealed
 from drover.pipeline.records.checkpoints import FORMAT, MARKER, TrainingProgress, checkpoint_name
 from drover.pipeline.records.metrics import OTHER_ORDER
-from tests.conftest import REPOSITORY
 from tests.refusal import refused, table
 
 PHASES = [{"until": 10_240}, {"until": 30_720, "sequence_length": 128, "batch_tokens": 4096,
@@ -178,16 +173,6 @@ def test_another_past_is_refused_before_the_job_queues(tmp_path, before, now, gr
         refused(UserError, said, _refuse_plan, of(now, grain), forced=False)
     _refuse_plan(of(now, grain), forced=not accepted)
     assert not accepted or f"plan changed after step 8: {said}" in capsys.readouterr().out
-
-
-def test_the_disk_of_checkpoints(tmp_path):
-    config = load_config(REPOSITORY / "configs/demo.yaml", [
-        f"runs_dir={tmp_path}/runs", "tokenizer.vocab_size=1024", "model.vocab_size=1024", "train.optimizer=adamw",
-        "train.steps=100", "train.warmup_steps=1",
-        "train.checkpoint={keep: 2, every_steps: 10, permanent_every: 25}"], check=False)
-    jobs = plan(config, Run(config), ["train"], Options("local", "demo.yaml", machine=Machine(2)))
-    size = 7 * 12 * shape_of(config).parameter_count
-    assert disk(config, jobs).needed == size and disk(config, jobs).parts == f"up to 7 checkpoints {readable(size)}"
 
 
 def test_an_end_before_the_newest_checkpoint_is_refused_before_the_job_queues(tmp_path):

@@ -69,18 +69,11 @@ def test_ranks_on_this_box(processes, gpus, device, ranks):
     assert local_ranks(config, Machine(cores=8, gpus=gpus)) == ranks
 
 
-@pytest.mark.parametrize("visible, gpus, mib", table("""
-    null -> 2 -> 40960
-    "1" -> 1 -> 40960
-    "0" -> 1 -> 81559
-    "" -> 0 -> null""", *[json.loads] * 3))
-def test_gpus_are_counted_without_torch(programs, monkeypatch, visible, gpus, mib):
-    """Without any, the memory is the host's."""
-    programs.do("nvidia-smi", "case \"$*\" in *--id=0) ;; *) echo 40960;; esac\n"
-                              "case \"$*\" in *--id=1) ;; *) echo 81559;; esac")
+@pytest.mark.parametrize("visible, gpus", [(None, 2), ("1", 1), ("", 0)])
+def test_gpus_are_counted_without_torch(programs, monkeypatch, visible, gpus):
+    programs.do("nvidia-smi", "case \"$*\" in *--id=1) ;; *) echo 0;; esac\necho 1")
     monkeypatch.setenv("PATH", str(programs.folder), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = find_machine()
-    assert found.gpus == gpus and (found.memory == mib << 20 if mib else 0 < found.memory < 1 << 60)
+    assert find_machine().gpus == gpus

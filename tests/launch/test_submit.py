@@ -1,17 +1,13 @@
 """The command line: plan, refusals, questions."""
 
-import json
 import os
 import re
 import shlex
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 
-from drover.launch import checks, submit
-from drover.launch.plan import Machine, Options
-from drover.pipeline.config.tree import Config
+from drover.launch import submit
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core import errors
@@ -198,33 +194,9 @@ def test_no_configuration(launcher):
         assert launcher.call(*arguments, *words).stdout.startswith(f"config    {REPOSITORY}/configs/demo.yaml{why}")
 
 
-def test_what_fits_neither_memory_nor_disk_is_refused_unless_it_is_wanted(launcher):
-    large = "--stage train --cluster local --dry-run model.preset=llama3.1_405b model.vocab_size=128256"
-    message = launcher.refused(large)
-    assert re.search(r"optimizer state alone take [\d.]+ TB a rank, but its share of the free memory here has", message)
-    assert re.search(r"the run may write [\d.]+ TB \(up to \d+ checkpoints .*are free at", message)
-    assert "launch.check_fit=false starts it anyway" in message and not launcher.run.exists()
-    assert "-m drover.pipeline.train" in launcher.accepted(large, "launch.check_fit=false")
-
-
-@pytest.mark.parametrize("gpus, memory, ranks, fits", table("""
-    0 -> 0 -> 2 -> true
-    0 -> 900000 -> 1 -> true
-    0 -> 900000 -> 2 -> false
-    2 -> 900000 -> 2 -> true
-    2 -> 400000 -> 2 -> false""", *[json.loads] * 4))
-def test_a_rank_has_a_gpu_of_its_own_or_its_share_of_the_host(monkeypatch, gpus, memory, ranks, fits):
-    """Each needs 500,000 bytes."""
-    monkeypatch.setattr(checks, "state_bytes_per_rank", lambda config, ranks: 500_000)
-    options = Options("local", "c.yaml", machine=Machine(2, gpus, memory))
-    train = SimpleNamespace(stage="train", ranks=ranks)
-    assert bool(list(checks.memory_problems(Config(), [train], options))) != fits
-
-
 @pytest.mark.parametrize("words, problem", table("""
-    --stage evaluate --nodes 4 -> --nodes, --gpus-per-node and --rehearse are for Slurm
-    --stage evaluate --gpus-per-node 2 --cluster local -> --nodes, --gpus-per-node and --rehearse are for Slurm
-    --stage evaluate --rehearse -> --nodes, --gpus-per-node and --rehearse are for Slurm
+    --stage evaluate --nodes 4 -> --nodes and --gpus-per-node are for Slurm
+    --stage evaluate --gpus-per-node 2 --cluster local -> --nodes and --gpus-per-node are for Slurm
     --stage evaluate --nodes 4 --cluster slurm -> There is no sbatch on PATH
     --stage evaluate --cluster local -> evaluate cannot start"""))
 def test_where_it_cannot_run_is_refused_with_all_else(launcher, words, problem):

@@ -7,17 +7,15 @@ import sys
 import pytest
 import torch
 
-from drover.launch.describe import optimizer_bytes, state_bytes_per_rank
 from drover.pipeline.config.optimizers import OPTIMIZERS
 from drover.pipeline.config.phases import PhasePlan
-from drover.pipeline.config.training import ParallelConfig, TrainConfig
-from drover.pipeline.config.tree import Config
+from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel import zero
 from drover.pipeline.training.muon import COEFFICIENTS, assign_owners, orthogonal
 from drover.pipeline.training.optimizers import Weight, Wrapped, decays, planned_rate
 from tests.refusal import refused
-from tests.training.optimizer_kit import MODEL, NO, built, everything, give, model_of, same, step
+from tests.training.optimizer_kit import NO, built, everything, give, model_of, same, step
 
 EXTERNAL = "tests.training.outside"
 NAMES = [*OPTIMIZERS, f"{EXTERNAL}:SGD", f"{EXTERNAL}:RADAM"]
@@ -103,19 +101,6 @@ def test_states_are_there_from_the_start_and_carry_it_on(name):
         give(each, 3)
         step(stepped)
     assert same(everything(model, optimizer), everything(later, other))
-
-
-@every
-def test_the_plan_counts_the_bytes_that_there_are(name):
-    model = model_of()
-    optimizer = built(model, optimizer=name)
-    kept = sum(tensor.nbytes for each, _ in model.named_parameters() for tensor in optimizer.state(each).values())
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    config, spread = (Config(model=MODEL, train=TrainConfig(optimizer=name), parallel=ParallelConfig(**parallel))
-                      for parallel in ({}, {"engine": "deepspeed", "zero_stage": 3}))
-    assert optimizer_bytes(config) == kept
-    assert state_bytes_per_rank(config, 1) == kept + 2 * weights
-    assert state_bytes_per_rank(spread, 1) == kept + 2.5 * weights, "masters, states, gradients, weights in bf16"
 
 
 def test_a_broken_deepspeed_is_said_to_the_user(monkeypatch):

@@ -17,7 +17,7 @@ from drover.pipeline.config.launching import Container, LaunchConfig
 from tests.launch.launcher import planned
 from tests.refusal import table
 
-DRY = "--cluster slurm --dry-run --no-rehearse"
+DRY = "--cluster slurm --dry-run"
 OURS = shlex.quote(sys.executable)
 
 
@@ -152,7 +152,7 @@ def test_the_environment_holds_in_the_script_too_and_after_the_setup(requested):
 # ---- containers
 
 PYTHON = "/opt/venv/bin/python"
-TWO_NODES = ("--stage encode,train --cluster slurm --dry-run --no-rehearse launch.gpus_per_node=8 launch.train.nodes=2 "
+TWO_NODES = ("--stage encode,train --cluster slurm --dry-run launch.gpus_per_node=8 launch.train.nodes=2 "
              f"launch.python={PYTHON}")
 
 

@@ -8,26 +8,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import yaml
 
-from drover.launch.plan import Options
 from drover.launch.run_status import continue_command, read_run
-from drover.launch.slurm import submission
 from drover.launch.slurm.chain import mark
 from drover.launch.slurm.nodes import record_failure
-from drover.launch.slurm.submission import rehearse_training, worth_rehearsing
-from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.locks import lock
-from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json, write_text
 from tests.launch.launcher import commit, copied, git, planned
 from tests.launch.recorded_slurm import NO_CONTROLLER, queue_line
-from tests.refusal import refused, table
+from tests.refusal import table
 
 TRAIN_ON_FOUR_NODES = """#!/bin/bash
 
@@ -70,7 +62,7 @@ status=$?
 train CHAIN; for pause in 1 5 20 60 0; do scontrol requeue ${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_}}\
 ${{SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}} && break; sleep $pause; done; }}
 exit $status"""
-FOUR_NODES = """--stage all --nodes 4 --gpus-per-node 8 --no-rehearse launch.cpus=6 launch.account=physics
+FOUR_NODES = """--stage all --nodes 4 --gpus-per-node 8 launch.cpus=6 launch.account=physics
 launch.mem=500G launch.time=600 launch.train.time=1-01:00:00 launch.train.partition=gpu
 'launch.train.extra={qos: high, constraint: h100}' launch.exclude=n[3-4] launch.encode.partition=cpu
 launch.signal_s=180 'launch.setup=[module load cuda]'"""
@@ -200,16 +192,13 @@ def test_nodes_that_failed_twice_are_left_out(slurm):
 
 def test_all_that_cannot_work_is_told_at_once(slurm):
     message = slurm.refused("""--stage all --nodes 4 launch.train.time=2 launch.secrets=[NO_SUCH_TOKEN]
-        launch.gpu_memory_gb=0.000001 launch.environment.HF_TOKEN=hf_abc""")
+        launch.environment.HF_TOKEN=hf_abc""")
     assert not list(slurm.queue.iterdir()) and not (slurm.run / "code").exists()
-    for part in ("launch.train.time=2 min is not longer than launch.signal_s=120 s", "a GPU (launch.gpu_memory_gb) has 1 kB",
+    for part in ("launch.train.time=2 min is not longer than launch.signal_s=120 s",
                  "your shell has no such variable",
                  "contains what looks like a secret (HF_TOKEN)"):
         assert part in message, part
     assert "hf_abc" not in message
-    assert "are free at" in slurm.refused(
-        "--stage all train.checkpoint.permanent_every=1 train.steps=200000000 train.warmup_steps=3")
-    slurm.accepted("--stage all launch.gpu_memory_gb=1")
 
 
 # ---- the copy of the code
@@ -256,81 +245,3 @@ def test_an_installed_package_inside_of_another_repository(checkout, tmp_path):
     copy = copied(tmp_path / "other", checkout / "runs/copy/drover")
     assert copy.name.startswith("unversioned-") and files(copy) == before
     assert read_json(copy / "snapshot.json")["commit"] == ""
-
-
-# ---- the rehearsal
-
-SMALL = """
-name: small
-model: {dim: 256, layers: 4, heads: 8, kv_heads: 4, vocab_size: 2048, context_length: 1024}
-tokenizer: {vocab_size: 2048}
-train: {sequence_length: 512, batch_tokens: 4096, micro_batch: 4, precision: bf16, steps: 2, warmup_steps: 1}
-"""
-
-
-def train_job(**fields):
-    """A training job on two nodes of a GPU."""
-    return SimpleNamespace(**{"stage": "train", "to_run": True, "ranks": 2, "nodes": 2, "gpus_per_node": 1, **fields})
-
-
-@pytest.fixture
-def given(tmp_path):
-    """The request for a small run, and its configuration."""
-    path = tmp_path / "small.yaml"
-    path.write_text(SMALL)
-
-    def of(*overrides):
-        return Run(load_config(str(path), list(overrides), check=False)), Options("slurm", str(path), tuple(overrides))
-    return of
-
-
-@pytest.mark.parametrize("fields, overrides, expected", table("""
-    {} -> [] -> true
-    {nodes: 1} -> [] -> false
-    {gpus_per_node: 0} -> [] -> false
-    {to_run: false} -> [] -> false
-    {stage: convert} -> [] -> false
-    {} -> [parallel.engine=deepspeed] -> false""", *[yaml.safe_load] * 3))
-def test_it_is_done_for_training_on_gpus_of_several_nodes(given, fields, overrides, expected):
-    assert worth_rehearsing(given(*overrides)[0].config, [train_job(**fields)]) is expected
-
-
-@pytest.fixture
-def rehearsal(programs, tmp_path, monkeypatch):
-    """Stands in for `drover rehearse`: what it does, and what it was given."""
-    monkeypatch.setattr(sys, "executable", f"{programs.folder}/python")
-    return lambda script: programs.do("python", f'echo "$*" > {tmp_path}/given\n{script}')
-
-
-def test_what_follows_from_its_answer(given, rehearsal, tmp_path, capsys):
-    run, options = given("launch.gpu_memory_gb=0.13")
-    rehearsal("echo 'peak 0.1 GB'; echo 'memory     0.1 GB of 0.13 GB: it fits'")
-    rehearse_training(run, [train_job()], options)
-    said = capsys.readouterr().out
-    assert "rehearsal peak 0.1 GB" in said and "it fits" in said
-    assert (tmp_path / "given").read_text().split() == [
-        "-m", "drover", "rehearse", "--config", options.config_path, "--ranks", "2", "--memory=0.13",
-        *options.overrides]
-    rehearsal("echo 'memory     rank 0 would hold 140 MB.'; exit 1")
-    refused(UserError, r"Training does not fit: rank 0 would hold 140 MB\. --no-rehearse", rehearse_training, run,
-            [train_job()], options)
-
-
-@pytest.mark.parametrize("script, said", table("""
-    echo 'first' >&2; echo 'no such file' >&2; exit 2 -> no such file. The job is submitted anyway
-    exit 1 -> it ended with status 1
-    exec sleep 3600 -> it took longer than 2 s"""))
-def test_where_it_cannot_be_done_the_job_is_submitted(given, rehearsal, capsys, monkeypatch, script, said):
-    monkeypatch.setattr(submission, "REHEARSAL_S", 2)
-    rehearsal(script)
-    run, options = given()
-    rehearse_training(run, [train_job()], options)
-    assert f"not done: {said}" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_real_one(given, capsys):
-    run, options = given("launch.gpu_memory_gb=0.11")
-    refused(UserError, r"Training does not fit: rank 0 would hold 1\d\d MB where a GPU has 110 MB. The largest part is "
-                       r"activations.* and fitting: train", rehearse_training, run, [train_job()], options)
-    assert "activations" in capsys.readouterr().out
