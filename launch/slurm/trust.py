@@ -2,15 +2,13 @@
 
 A Slurm job executes files of the run folder, and plugins, hours after its submission. They, and all folders above them,
 must belong to the user or root, and nobody else may write them: who can write a folder can replace what is in it. The
-submission and each start of a job check this. A folder above may have the sticky bit, like `/tmp`. A group of the
-user's own (named like the user, without other members) may write.
+submission and each start of a job check this. A folder above may have the sticky bit, like `/tmp`. An access control
+list that lets others write shows as the group's mode.
 """
 
 from __future__ import annotations
 
-import grp
 import os
-import pwd
 import shlex
 import stat
 import tempfile
@@ -25,7 +23,6 @@ from drover.pipeline.core.errors import UserError, listed
 SHOWN = 5
 OWN = ("code", "launch", "launch/submitit")
 """Folders of a run with what jobs execute. The last one has submitit's scripts and pickles."""
-ACL = "system.posix_acl_access"
 
 
 def refuse_foreign_files(run: Path, files: Iterable[Path] = ()) -> None:
@@ -92,9 +89,7 @@ def _problem(path: Path, *, above: bool) -> str:
         return ""  # others may add files there, but not replace any
     if mode & stat.S_IWOTH:
         return f"may be written by everyone (mode {mode:04o})"
-    if mode & stat.S_IWGRP and _has_acl(path):
-        return "may be written by others, according to its access control list"
-    if mode & stat.S_IWGRP and not _is_own_group(status.st_gid):
+    if mode & stat.S_IWGRP:
         return f"may be written by the group {status.st_gid} (mode {mode:04o})"
     return ""
 
@@ -103,20 +98,3 @@ def _remedy(names: list[str], problem: str) -> str:
     if problem.startswith("belongs"):
         return "Use a run folder of your own (name, runs_dir)"
     return f"Look at it, then `chmod go-w {shlex.join(names[:SHOWN])}{' ...' * (len(names) > SHOWN)}`"
-
-
-def _has_acl(path: Path) -> bool:
-    """Whether a list says who may write; the mode of its group is then the most that the list allows anyone."""
-    try:
-        return ACL in os.listxattr(path)
-    except OSError:  # a file system without such lists
-        return False
-
-
-def _is_own_group(number: int) -> bool:
-    """Whether a group is the user's own: named like the user, without other members."""
-    try:
-        user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(number)
-    except KeyError:
-        return False
-    return number == user.pw_gid and group.gr_name == user.pw_name and {*group.gr_mem} <= {user.pw_name}

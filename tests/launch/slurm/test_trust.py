@@ -6,27 +6,24 @@ import stat
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from drover.launch.job.host import JobSpec
 from drover.launch.job.rank import defaults
 from drover.launch.job.task import refuse_changed_files
-from drover.launch.slurm import trust
 from drover.launch.slurm.trust import node_folder, owner_problems, private_folder
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import sha256_file, write_text
 from tests.refusal import refused
 
-ROOT, IS_OWN_GROUP = os.getuid() == 0, trust._is_own_group
+ROOT = os.getuid() == 0
 OTHER = 12345
 
 
 @pytest.fixture(autouse=True)
 def usual_node(tmp_path_factory, monkeypatch):
-    """A node of the test's own, with the usual umask, whoever runs the tests, where no group is a user's own."""
-    monkeypatch.setattr(trust, "_is_own_group", lambda group: False)
+    """A node of the test's own, with the usual umask, whoever runs the tests."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path_factory.mktemp("node")))
     before = os.umask(0o022)
     yield
@@ -73,27 +70,6 @@ def test_what_others_may_write_or_own_is_refused_with_the_remedy(spec, run, spoi
         else:
             os.chown(path, owner, -1)
         refuse_changed_files(spec)
-
-
-def test_an_access_control_list_that_lets_others_write_is_refused(spec, run, monkeypatch):
-    """It shows as the group's mode, also if that group is the user's own."""
-    monkeypatch.setattr(trust, "_is_own_group", lambda group: True)
-    run.chmod(0o770)
-    refuse_changed_files(spec)
-    monkeypatch.setattr(os, "listxattr", lambda path: [trust.ACL] * (path == run))
-    refused(UserError, f"{run} may be written by others, according to its access control list", refuse_changed_files,
-            spec)
-
-
-def test_a_group_is_the_users_own(monkeypatch):
-    monkeypatch.setattr(trust.pwd, "getpwuid", lambda number: SimpleNamespace(pw_name="me", pw_gid=7))
-
-    def is_own(number, name, *members):
-        monkeypatch.setattr(trust.grp, "getgrgid", lambda number: SimpleNamespace(gr_name=name, gr_mem=members))
-        return IS_OWN_GROUP(number)
-
-    assert is_own(7, "me") and is_own(7, "me", "me")
-    assert not is_own(8, "me") and not is_own(7, "physics") and not is_own(7, "me", "me", "you")
 
 
 def test_owners_that_are_not_compared(spec, run):
