@@ -6,9 +6,9 @@
 One task per rank, as in training. The first task of a node tests the node; all meet. Each prints its report as a line
 of JSON twice: before it meets the others, and after. A node thus writes one file, its log.
 
-The runner judges the nodes by these reports, and when the time is up by those that exist. A node that has not answered
-yet is slow, not bad. A node is blamed only for what distinguishes it from the others, and never more than a few at once
-(`nodes.few`). If more of them have a problem, or if it is in what they share, the cause is common to them.
+The runner judges the nodes by these reports, and when the time is up by those that exist. A node is blamed only for
+what distinguishes it from the others, and never more than a few at once (`nodes.few`). If more of them have a problem,
+or if it is in what they share, the cause is common to them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ from drover.pipeline.core.console import counted
 
 BASE_S, PER_NODE_S, LONGEST_S = 180.0, 0.5, 1800.0
 """Time limit, which grows with the number of nodes: all ranks import from one file system at once."""
-QUIET_S = 60.0
-"""A missing node is stuck, not slow, if no other has reported for so long when the time is up."""
 GRACE_S = 30.0
 """For how long a rank that met nobody stays, so that srun does not end the others before they fail too."""
 LEAST_DISK, LEAST_SHARED = 1 << 30, 64 << 20
@@ -86,19 +84,11 @@ def run_preflight(spec: JobSpec, host: Host, folder: Path, environment: dict[str
     trial = [*spec.wrap, spec.command[0], "-m", "drover.launch.job.preflight", spec.run, f"{limit_s:.0f}",
              str(spec.gpus_per_node), *spec.health_check]
     began = time.monotonic()
-    before: list[RankReport] | None = None  # those of QUIET_S before the time is up
-
-    def has_time() -> bool:
-        nonlocal before
-        passed = time.monotonic() - began
-        if before is None and passed >= limit_s - QUIET_S:
-            before = read_reports(folder)
-        return each() and passed < limit_s
-
-    end = host.start(replace(spec, stage=PREFLIGHT), trial, environment, folder, has_time)
+    end = host.start(replace(spec, stage=PREFLIGHT), trial, environment, folder,
+                     lambda: each() and time.monotonic() - began < limit_s)
     seconds = time.monotonic() - began
     reports = read_reports(folder)
-    result = judge(reports, rank_nodes, quiet=reports == before)
+    result = judge(reports, rank_nodes)
     met = sum(report.met for report in reports)
     if not met and end.exit_code and seconds < limit_s:  # no rank could begin, or all failed
         lines = [line for rank in range(0, spec.ranks, spec.tasks_per_node)
@@ -130,13 +120,12 @@ def read_reports(folder: Path) -> list[RankReport]:
     return list(reports.values())
 
 
-def judge(reports: Sequence[RankReport], rank_nodes: Sequence[str], *, quiet: bool = True) -> PreflightResult:
+def judge(reports: Sequence[RankReport], rank_nodes: Sequence[str]) -> PreflightResult:
     """Decide which nodes are bad.
 
     Args:
         reports: of the ranks that sent one.
         rank_nodes: the node of each rank.
-        quiet: whether no report came in the last QUIET_S.
     """
     count = len({*rank_nodes})
     most = few(count)
@@ -150,10 +139,7 @@ def judge(reports: Sequence[RankReport], rank_nodes: Sequence[str], *, quiet: bo
 
     ranks = {report.rank for report in reports}
     silent = {node: "it did not report" for rank, node in enumerate(rank_nodes) if rank not in ranks}
-    if silent and not quiet:
-        result.lines.append(f"not all nodes have answered yet: {named(silent)} ({len(silent)} of {count}); slow is not "
-                            f"bad, so none gets a failure record")
-    elif len({*silent, *bad}) > most or 2 * len(silent) >= count:
+    if len({*silent, *bad}) > most or 2 * len(silent) >= count:
         result.lines.append(f"{named(silent)}: did not report. These are {len(silent)} {common}")
     else:
         bad.update({**silent, **bad})  # the first reason counts

@@ -1,6 +1,6 @@
 """Preflight: who is judged bad from which reports, what a rank finds, and what the runner does with it.
 
-The sick nodes are blamed and never the slow ones, whatever the number of nodes.
+The sick nodes are blamed, and never more than a few, whatever the number of nodes.
 """
 
 import json
@@ -74,12 +74,9 @@ def test_never_more_than_a_few_are_blamed(sick, silent, blamed):
     1 -> [] -> 181 -> {}
     512 -> [] -> 436 -> {}
     4096 -> [] -> 1800 -> {}
-    4 -> [9, 20, 70] -> 182 -> n4: it did not report
-    4 -> [9, 20, 170] -> 182 -> {}
-    4096 -> [1790] -> 1800 -> {}""", *[yaml.safe_load] * 4))
+    4 -> [9, 20, 170] -> 182 -> n4: it did not report""", *[yaml.safe_load] * 4))
 def test_when_a_trial_in_a_container_ends(tmp_path, monkeypatch, nodes, arrivals, ends_at, bad):
-    """When its time is up. Who is silent then is bad unless others have only just reported (arrivals: when): it is
-    slow."""
+    """When its time is up. Who is silent then is bad, unless most are (arrivals: when the others reported)."""
     clock = [0.0]
 
     def start(spec, command, environment, folder, has_time):
@@ -100,7 +97,6 @@ def test_when_a_trial_in_a_container_ends(tmp_path, monkeypatch, nodes, arrivals
     monkeypatch.setattr(preflight.time, "monotonic", lambda: clock[0])
     result = trial(tmp_path, nodes, start)
     assert result.bad == bad and ("no node can be blamed" in " ".join(result.lines)) == (not bad)
-    assert any("slow is not bad" in line for line in result.lines) == (arrivals[-1:] > [100])
 
 
 def trial(folder, nodes, start):
