@@ -186,7 +186,7 @@ def _why_stopped(run: Path, stages: Sequence[str] = ()) -> int:
               if (job := files.stages[row.stage].job) for id in job.dependencies}
     for row in status.rows:
         stage = files.stages[row.stage]
-        if row.state in (*FINISHED, "outdated") and row.stage in stages:
+        if row.state in FINISHED and row.stage in stages:
             echo(run_in(run).why(row.stage))
         if stage.id not in blamed and (row.state in FINISHED or (stages and row.stage not in stages)):
             continue

@@ -23,7 +23,7 @@ from drover.launch.slurm.scheduler import EXPECTED, NEVER, UNKNOWN, JobInfo
 from drover.pipeline.config.loading import OF_A_STAGE, read_without_plugins
 from drover.pipeline.contract.manifest import STARTED, Manifest, read_manifest
 from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.stages import STAGES, follows_training
+from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import PROGRESS, STOP, Progress, read_state
 from drover.pipeline.core.console import counted, duration
 from drover.pipeline.core.errors import UserError
@@ -34,8 +34,7 @@ from drover.pipeline.records.metrics import RunFacts, Start
 Value = TypeVar("Value")
 Jobs = Mapping[str, JobInfo] | None
 """Slurm's answers by job id; None: it does not answer."""
-State = Literal["running", "ending", "failed", "stopped", "waiting", "outdated", "to do", "done",
-                "reused"]
+State = Literal["running", "ending", "failed", "stopped", "waiting", "to do", "done", "reused"]
 """docs/slurm.md explains them. The current stage of a run is the one whose state comes first here."""
 FINISHED = ("done", "reused")
 SILENT = "Slurm does not answer: the states come from the run's files and may be old"
@@ -181,10 +180,7 @@ def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
         return RunStatus(run, rows, current, remarks, None)
     if current.state in FINISHED and not partial:
         return RunStatus(run, rows, (requested or rows)[-1], remarks, "done")
-    # The refusal of an outdated data stage names the ways to continue.
-    accepting = " --accept-changes" * any(
-        row.state == "outdated" and row.stage in STAGES and follows_training(row.stage) for row in rows)
-    return RunStatus(run, rows, current, [*remarks, f"to continue: {continue_command(run)}{accepting}"], "failed")
+    return RunStatus(run, rows, current, [*remarks, f"to continue: {continue_command(run)}"], "failed")
 
 
 def continue_command(run: RunFiles) -> str:
@@ -246,8 +242,6 @@ def _state(run: RunFiles, stage: StageFiles, info: JobInfo, now: float, *, silen
                               f"cancel {run.folder}")
         return "waiting", "" if info.reason in EXPECTED else f"{name} (job {info.id}) waits: {info.reason}"
     if stage.manifest is not None:
-        if changed := _changed_since(run.stages, name):
-            return "outdated", f"{name} was made from earlier outputs of {', '.join(dict.fromkeys(changed))}"
         return "reused" if stage.reused else "done", ""
     if last and last.status != "running":
         state: State = "failed" if last.status == "failed" else "stopped"
@@ -278,18 +272,6 @@ def _state(run: RunFiles, stage: StageFiles, info: JobInfo, now: float, *, silen
             return "stopped", f"{name} stopped: {start.reason}{logs}"
         return "failed", f"{name} failed: its process on {last.host} no longer exists; it was killed{logs}"
     return "stopped", f"{name} is not done, and no process works on it"
-
-
-def _changed_since(stages: Mapping[str, StageFiles], name: str) -> list[str]:
-    """Stages that were made again, or are being made again, since a finished one was made from their outputs. By the
-    manifests alone: settings and files are not compared."""
-    made = stages[name].manifest
-    result = list[str]()
-    for need, digest in made.fingerprint.get("inputs", {}).items() if made else ():
-        if before := stages.get(need):
-            other = before.manifest.digest != digest if before.manifest else before.started
-            result += _changed_since(stages, need) or [need] * other
-    return result
 
 
 def _alive(own: Path) -> bool | None:

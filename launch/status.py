@@ -54,7 +54,7 @@ HEADING = ("stage", "state", "job", "elapsed", "progress", "left")
 CELLS = attrgetter(*HEADING)
 NUMBERS = ("elapsed", "left")
 COLOURS = {"running": "cyan", "waiting": "cyan", "ending": "yellow", "failed": "red", "stopped": "yellow",
-           "outdated": "yellow", "done": "green", "reused": "green", "to do": ""}
+           "done": "green", "reused": "green", "to do": ""}
 
 
 def add_options(parser: Parser) -> None:

@@ -14,7 +14,6 @@ from drover.launch import status as program
 from drover.launch.run_status import judge, read_run
 from drover.launch.slurm.scheduler import JobInfo
 from drover.launch.status import main, show
-from drover.pipeline.contract.manifest import digest
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.console import draw
 from drover.pipeline.core.files import write_text
@@ -167,24 +166,6 @@ def test_a_reused_stage_and_one_of_a_plugin(run):
     other.submitted(other.job("7", "train"))  # and has not started, so that only the submission has its configuration
     (other.folder / "config.yaml").rename(other.folder / "launch/config-1.yaml")
     assert other.states({"7": "FAILED"}) == ["reused", "reused", "to do", "failed", "to do", "to do", "to do", "done"]
-
-
-def test_what_was_made_from_earlier_outputs(run):
-    """Also through a stage that is itself outdated, and while the earlier stage is made again."""
-    old, new = ([{"path": "a", "bytes": 1, "sha256": text * 64}] for text in ("1", "2"))
-    run.done("train", outputs=old)
-    run.done("convert", outputs=old, fingerprint={"inputs": {"train": digest(old), "unknown": ""}})
-    run.done("evaluate", fingerprint={"inputs": {"convert": digest(old)}})
-    assert run.states({})[3:6] == ["done"] * 3 and run.status({}).outcome == "done"
-    run.done("train", outputs=new)
-    seen = run.status({})
-    assert [row.state for row in seen.rows[3:6]] == ["done", "outdated", "outdated"] and seen.outcome == "failed"
-    assert seen.remarks == [
-        "convert was made from earlier outputs of train", "evaluate was made from earlier outputs of train",
-        "to continue: drover run runs/demo/config.yaml --cluster local --accept-changes"]
-    (run.folder / "train/manifest.json").unlink()
-    assert run.states({})[3:6] == ["stopped", "outdated", "outdated"]
-    assert run.status({}).remarks[-1].endswith("--accept-changes"), "else convert would be refused after training"
 
 
 def test_time_and_restarts_of_training_are_those_of_the_report(run):
