@@ -11,7 +11,6 @@ from pathlib import Path
 from drover.launch.credentials import credential_problems
 from drover.launch.describe import newest_checkpoint, planned_consumption
 from drover.launch.plan import Job, Options
-from drover.launch.processes import Environment
 from drover.launch.slurm.options import option_problems
 from drover.pipeline.config.checks import absent_attention, absent_packages, problems, rank_problems
 from drover.pipeline.config.phases import PhasePlan
@@ -24,11 +23,6 @@ from drover.pipeline.core.errors import UserError, all_problems, listed, refusal
 from drover.pipeline.data.readers import absent_columns
 from drover.pipeline.records.checkpoints import refuse_shorter
 from drover.pipeline.storage.model_hub import hub_folder, names_the_hub
-from drover.pipeline.storage.store import Store, preflight
-
-CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS", "AZURE_STORAGE_ACCOUNT_KEY",
-               "AZURE_STORAGE_SAS", "AZURE_CLIENT_")
-"""Prefixes of the variables that hold credentials of object stores."""
 
 
 def configuration_problems(config: Config, jobs: list[Job], *, local: bool = True) -> list[str]:
@@ -121,29 +115,6 @@ def refuse_changed(run: Run, job: Job, options: Options) -> None:
     if job.forced or job.state.kind != "changed" or (options.accept_changes and acceptable(job.stage, changes)):
         return
     raise run.refusal(job.stage, changes)
-
-
-def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Environment, *, local: bool) -> None:
-    """Refuse upload URLs that cannot be written to, all at once, before anything runs.
-
-    local: the jobs run on this machine. Elsewhere they may have credentials that this machine lacks; then the URL is
-    not tried, and a note says so.
-    """
-    wanted = {"train.checkpoint.copy_to": config.train.checkpoint.copy_to, "convert.copy_to": config.convert.copy_to}
-    reasons = list[str]()
-    for key, url in wanted.items():
-        if url is None or key.partition(".")[0] not in _running(jobs):
-            continue
-        if local or any(name.startswith(CREDENTIALS) for name in environment):
-            reasons += [f"{key}: {problem}" for problem in refusals(partial(_try_store, url))]
-        else:
-            say("note", f"{key} {url} is not tried from here, because this shell has no credentials for it")
-    if reasons:
-        raise UserError(all_problems(reasons, "Uploads to an object store would fail"))
-
-
-def _try_store(url: str) -> None:
-    preflight(Store(url))
 
 
 def _refuse_absent_files(config: Config, stages: list[str]) -> None:
