@@ -1,7 +1,7 @@
 """Ask a Slurm site what Drover needs to know, and write a profile to start from. Nothing is queued.
 
     drover doctor
-    drover doctor --partition gpu --partition cpu --write configs/clusters/mine.yaml
+    drover doctor --write configs/clusters/mine.yaml
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from drover.pipeline.core.files import write_text
 
 def add_options(parser: Parser) -> None:
     """The options."""
-    parser.add_argument("--partition", action="append", default=[], metavar="NAME",
-                        help="write the profile for this partition; can be repeated (default: all)")
     parser.add_argument("--write", metavar="FILE", help="write a profile")
 
 
@@ -40,15 +38,12 @@ def work(options: argparse.Namespace) -> int:
     kinds = scheduler.node_kinds()
     if not kinds:
         raise UserError("sinfo shows no partition. Look at `sinfo`: the controller may be down.")
-    if absent := {*options.partition} - {kind.partition for kind in kinds}:
-        raise UserError(f"There is no partition {', '.join(sorted(absent))}. `sinfo` lists them.")
     settings = scheduler.site_settings()
     accounts = [" ".join(filter(None, row)) for row in scheduler.associations(getpass.getuser())]
     echo(f"Slurm {settings.get('SLURM_VERSION', 'unknown')}; accounts and QOS: {'; '.join(accounts) or 'none'}",
          *map(str, kinds))
     if options.write:
-        chosen = [kind for kind in kinds if not options.partition or kind.partition in options.partition]
-        write_text(Path(options.write), profile(chosen, requeue=settings.get("JobRequeue") != "0"))
+        write_text(Path(options.write), profile(kinds, requeue=settings.get("JobRequeue") != "0"))
         echo(f"\nwrote {options.write}; use it with --cluster {options.write}")
     return 0
 

@@ -20,16 +20,13 @@ if __package__ in (None, ""):  # run as a script: find the packages, and let no 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import argparse
-import os
 import shutil
-from dataclasses import replace
 from typing import Literal
 
 from drover.launch.arguments import USUAL, add_config, configuration, overrides, refuse_unusable_places
 from drover.launch.checks import (
     absence,
     configuration_problems,
-    refuse_unusable_stores,
     say_absent,
     start_problems,
 )
@@ -38,14 +35,14 @@ from drover.launch.local import find_machine, run_jobs
 from drover.launch.plan import Job, Options, plan
 from drover.launch.slurm.options import parameters
 from drover.launch.slurm.submission import for_slurm, submit_chain
-from drover.pipeline.config.loading import refusal, shipped
+from drover.pipeline.config.loading import refusal
 from drover.pipeline.config.section import make_folder
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.entry import clear_done
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import parse_stages
 from drover.pipeline.contract.state import LOCAL, STOP, now
-from drover.pipeline.core.console import RUNS, Parser, Program, counted, echo
+from drover.pipeline.core.console import Parser, Program, counted, echo
 from drover.pipeline.core.errors import UserError, absent, all_problems
 
 
@@ -76,12 +73,9 @@ def _launch(options: argparse.Namespace) -> int:
     local, showing = cluster == "local", options.dry_run
     unsaid = ["No stage is given. Add --stage all, or the stages you want (--help names them)."] * (not options.stage)
     if options.config is None and not showing:
-        near = [file for word in options.overrides for file in (f"configs/{word}.yaml", f"{RUNS}/{word}/config.yaml")
-                if Path(file).is_file() or (file.startswith("configs/") and shipped(Path(file)).is_file())]
-        unsaid.append(f"No configuration, a word that ends in .yaml, is given, so nothing starts."
-                      f"{f' Did you mean {near[0]}?' if near else ''} `drover run {USUAL}` would run the demo "
-                      f"{'here' if local else 'as jobs of Slurm'} ({where}). `drover init FOLDER` writes a "
-                      f"configuration for your own text.")
+        unsaid.append(f"No configuration, a word that ends in .yaml, is given, so nothing starts. `drover run {USUAL}` "
+                      f"would run the demo {'here' if local else 'as jobs of Slurm'} ({where}). `drover init FOLDER` "
+                      f"writes a configuration for your own text.")
     if unsaid:
         raise UserError(all_problems(unsaid, "The command is not complete"))
     config, stages = configuration(options), parse_stages(options.stage)
@@ -96,15 +90,13 @@ def _launch(options: argparse.Namespace) -> int:
         requested = for_slurm(run, requested)
     jobs = plan(config, run, stages, requested)
     nothing = not any(job.to_run for job in jobs)
-    commands = showing and options.commands
-    shown = plan(config, run, stages, replace(requested, force=True)) if commands and nothing else jobs
     invalid = configuration_problems(config, jobs, local=local or not showing)
     if not showing:
         problems += absence(run, jobs)
         problems += [] if local else absent("Slurm", "submitit", "use --cluster local")
     if not invalid:
         if not problems:
-            print_plan(run, shown, requested, where)
+            print_plan(run, jobs, requested, where)
         problems += start_problems(run, jobs, requested)
     refused = [str(refusal(invalid, options.config))] if invalid else []
     if problems:
@@ -114,14 +106,12 @@ def _launch(options: argparse.Namespace) -> int:
     say_absent(run, jobs)
     if showing:
         if nothing:
-            echo("nothing to do: all asked stages are done",
-                 *["With --force each would be started like this:\n"] * commands)
-        if commands:
-            _show(config, shown, local=local)
+            echo("nothing to do: all asked stages are done")
+        if options.commands:
+            _show(config, jobs, local=local)
         return 0
     for stage in {job.stage: None for job in jobs if not job.to_run}:
         clear_done(run, stage, locked=False)
-    refuse_unusable_stores(config, jobs, os.environ, local=local)
     if not local:
         return submit_chain(run, jobs, requested)
     if not nothing:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -145,13 +144,6 @@ def option_problems(launch: LaunchConfig, run_folder: Path) -> Iterator[str]:
     if launch.health_check and not launch.preflight:
         yield ("launch.health_check is part of the preflight, but launch.preflight=false turns that off. Remove one of "
                "them.")
-    # An `if` or a here-document that nothing closes would take the lines of the script after it for its own, and the
-    # job might end as if it had been done.
-    answer = subprocess.run(["/bin/bash", "-O", "extglob", "-n"], input="\n".join([*launch.setup, ""]), env={},
-                            capture_output=True, text=True, check=False, errors="replace")
-    if answer.stderr:
-        yield (f"launch.setup is no script that bash can read: {answer.stderr.splitlines()[0].partition(': ')[2]}. "
-               f"Correct that line, counted in launch.setup.")
     if unusable := UNUSABLE.search(str(run_folder)):
         yield (f"The run folder {run_folder} has {unusable[0]} in its path, which Slurm reads as something else. Use "
                f"another one (runs_dir, name).")

@@ -36,11 +36,6 @@ def test_what_it_prints_and_the_profile(site, tmp_path, capsys):
     assert "exists already" in printed(capsys, main, "--write", path, expect=2)
 
 
-def test_a_partition_that_is_not_there_is_refused_before_a_profile_is_written(site, tmp_path, capsys):
-    message = printed(capsys, main, "--partition", "gpus", "--write", tmp_path / "x.yaml", expect=2)
-    assert "There is no partition gpus" in message and not (tmp_path / "x.yaml").exists()
-
-
 @pytest.mark.parametrize("kinds, expected", table("""
     [[gpu, true, 12, 96, 1031000, 8, 2-00:00:00], [cpu, false, 7, 64, 257000, 0, infinite]] -> {partition: gpu, \
 gpus_per_node: 8, cpus: 12, requeue: false, of shard: cpu}

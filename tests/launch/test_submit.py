@@ -74,8 +74,7 @@ def test_finished_resumable_and_changed_stages(launcher):
     requested, changed = "--stage shard,tokenizer,encode --dry-run", "encode.dtype: \"auto\" -> \"uint32\""
     other, again = f"{requested} encode.dtype=uint32", launcher.accepted(requested)
     done = "nothing to do: all asked stages are done"
-    assert rows(again)["encode"] == "rebuild (now done) 2 processes tokenizer" and done in again
-    assert "-m drover.pipeline.encode" in again
+    assert rows(again)["encode"] == "done" and done in again and "-m drover.pipeline" not in again
     assert rows(launcher.accepted("--stage all --dry-run"))["encode"] == "done"
     seen = launcher.call("--config", "config.yaml", "--cluster", "slurm", program=submit.show_plan).stdout
     assert rows(seen)["encode"] == "done" and "drover.pipeline" not in seen, "the table alone"
@@ -148,7 +147,7 @@ def test_two_configurations_are_refused(words, message, capsys):
     much/further/away.yml -> Give an existing file; `drover init DATA` writes one.
     config.yaml x -> 'x' is not an override | --config FILE takes any name
     config -> No configuration, a word that ends in .yaml, is given, so nothing starts.
-    demo -> so nothing starts. Did you mean configs/demo.yaml?"""))
+    demo -> No configuration, a word that ends in .yaml, is given, so nothing starts."""))
 def test_a_configuration_that_is_not_there(launcher, words, message):
     write_text(launcher.work / "configs/demo.yaml", "")
     complaint = launcher.call(*words.split(), program=submit.run).stderr

@@ -68,18 +68,6 @@ def test_a_health_check_needs_the_preflight(launcher):
         f"--stage train {DRY}", "launch.preflight=false", "launch.health_check=[dcgmi]")
 
 
-@pytest.mark.parametrize("setup, problem", table("""
-    [if module load x, then] -> line 3: syntax error: unexpected end of file
-    ["echo 'it", "true"] -> line 1: unexpected EOF while looking for matching
-    [cat > /dev/null <<X, a] -> line 2: warning: here-document at line 1
-    ["shopt -s extglob; ls !(a)", "f() {", "true", "}", "cat <<X", "'", X] -> ''""",
-    yaml.safe_load, lambda text: text.strip("'")))
-def test_a_setup_that_bash_cannot_read_is_refused(launcher, setup, problem):
-    """It would end somewhere in the script, or take it for its own text and do nothing."""
-    plan = launcher.refused if problem else launcher.accepted
-    assert problem in plan(f"--stage all {DRY}", f"launch.setup={json.dumps(setup)}")
-
-
 @pytest.mark.parametrize("launch, python", table(f"""
     {{"python": "/shared/my venv/bin/python"}} -> '/shared/my venv/bin/python'
     {{"python": "python3", "wrap": ["apptainer", "exec", "x.sif"]}} -> {OURS}
