@@ -58,7 +58,7 @@ def start_problems(run: Run, jobs: list[Job], options: Options) -> list[str]:
         if "PYTHONPATH" in config.launch.environment:
             reasons.append("launch.environment has PYTHONPATH, which the jobs set to their copy of the code. Add "
                            "folders to it in launch.setup (export PYTHONPATH=...), or name the modules in plugins.")
-        reasons += option_problems(config.launch, config.folder.absolute())
+        reasons += option_problems(config.launch)
         reasons += [f"launch.{job.stage}.time={job.minutes} min is not longer than launch.signal_s={job.signal_s} s, "
                     f"the time before the limit at which Slurm signals the end. Raise the one, or lower the other."
                     for job in running if 60 * job.minutes <= job.signal_s]

@@ -36,8 +36,8 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str) -> None:
         state = train.state
         continues = not train.forced and (state.kind == "resumable" or (
             state.kind == "changed" and options.accept_changes and acceptable("train", state.differences)))
-        draw("", *training_facts(run.config, train), *(continued_from(run) if continues else ()),
-             *consumption_lines(run), *(order_warning(run, train) if continues else ()))
+        draw("", *training_facts(run.config, train), *consumption_lines(run),
+             *(order_warning(run, train) if continues else ()))
     draw("")
 
 
@@ -96,18 +96,6 @@ def newest_checkpoint(run: Run) -> tuple[Path, Marker] | None:
         if (marker := valid_marker(path)) and not any(problems_of(path, marker.files)):
             return path, marker
     return None
-
-
-def continued_from(run: Run) -> list[str]:
-    """After which step training would continue; [] without a checkpoint."""
-    if (newest := newest_checkpoint(run)) is None:
-        return []
-    path, marker = newest
-    batch = run.config.train.batch_tokens
-    other = marker.config.get("train", {}).get("batch_tokens", batch) != batch
-    return [f"start     after step {step_of(path):,}, if its checkpoint is valid (sizes are compared here, hashes by "
-            f"`drover verify {run.folder}`)",
-            *["          its steps had another batch; length and data count all steps with this one"] * other]
 
 
 def consumption_lines(run: Run) -> list[str]:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import argparse
-import getpass
 import shutil
 import sys
 from collections.abc import Sequence
@@ -39,9 +38,7 @@ def work(options: argparse.Namespace) -> int:
     if not kinds:
         raise UserError("sinfo shows no partition. Look at `sinfo`: the controller may be down.")
     settings = scheduler.site_settings()
-    accounts = [" ".join(filter(None, row)) for row in scheduler.associations(getpass.getuser())]
-    echo(f"Slurm {settings.get('SLURM_VERSION', 'unknown')}; accounts and QOS: {'; '.join(accounts) or 'none'}",
-         *map(str, kinds))
+    echo(f"Slurm {settings.get('SLURM_VERSION', 'unknown')}", *map(str, kinds))
     if options.write:
         write_text(Path(options.write), profile(kinds, requeue=settings.get("JobRequeue") != "0"))
         echo(f"\nwrote {options.write}; use it with --cluster {options.write}")

@@ -30,8 +30,7 @@ GPUS = ("gpus", "gpus-per-node", "gpus-per-task")
 """Options that request GPUs and nothing else. `gres` can do that too."""
 GPU_RESOURCE = re.compile(r"(?:^|,)(?:gres/)?gpu(?![^:,])[^,]*")
 """A GPU in the value of `gres`: `gpu:h100:8`, `gres/gpu:8`."""
-UNUSABLE = re.compile(r"\\|%[jtAa]")
-"""Parts of a path that Slurm reads as something else, however they are written."""
+
 
 
 SETUP = (
@@ -122,7 +121,7 @@ def _teardown(config: Config, job: Job) -> list[str]:
     return ["status=$?", *[again] * config.launch.requeue, "exit $status"]
 
 
-def option_problems(launch: LaunchConfig, run_folder: Path) -> Iterator[str]:
+def option_problems(launch: LaunchConfig) -> Iterator[str]:
     """Options that must not be given, and what else would make a job run in another way than it was planned."""
     given: dict[str, Mapping[str, object]] = {
         "launch.extra": launch.extra,
@@ -144,6 +143,3 @@ def option_problems(launch: LaunchConfig, run_folder: Path) -> Iterator[str]:
     if launch.health_check and not launch.preflight:
         yield ("launch.health_check is part of the preflight, but launch.preflight=false turns that off. Remove one of "
                "them.")
-    if unusable := UNUSABLE.search(str(run_folder)):
-        yield (f"The run folder {run_folder} has {unusable[0]} in its path, which Slurm reads as something else. Use "
-               f"another one (runs_dir, name).")

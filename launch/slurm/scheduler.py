@@ -169,11 +169,6 @@ class Scheduler:
         """Settings of slurm.conf by name; {} if Slurm does not answer."""
         return dict(re.findall(r"(?m)^(\S+) *= (.*?) *$", self._ask("scontrol", "show", "config").out))
 
-    def associations(self, user: str) -> list[list[str]]:
-        """Account, partition and QOS under which a user may submit; [] without an accounting database."""
-        return self._rows("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}",
-                          "format=account,partition,qos")
-
     def node_states(self, nodes: Iterable[str]) -> dict[str, str]:
         """State of each node (`idle`, `mixed`, `down*`), without nodes that Slurm does not know."""
         return dict(self._rows("sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N|%T"))

@@ -113,7 +113,7 @@ class Launcher:
         """Put a Slurm on PATH whose queue is empty."""
         self.programs.do("sbatch", SBATCH)
         self.programs.say("srun", status=1)
-        for program in ("scontrol", "sinfo", "sacctmgr"):  # this machine's own would look for a controller
+        for program in ("scontrol", "sinfo"):  # this machine's own would look for a controller
             self.programs.say(program, error=NO_CONTROLLER, status=1)
         self.programs.say("sacct", error=NO_DATABASE, status=1)
         self.programs.queue()

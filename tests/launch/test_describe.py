@@ -9,7 +9,6 @@ import yaml
 from drover.launch.checks import _refuse_plan
 from drover.launch.describe import (
     consumption_lines,
-    continued_from,
     order_warning,
     training_facts,
 )
@@ -79,15 +78,6 @@ def checkpoint(run, step):
     write_sealed(folder / MARKER, {"format": FORMAT, "progress": {"step": step},
                                    "files": [output_record(folder, folder / "weights")]})
     return folder
-
-
-def test_the_plan_names_the_newest_checkpoint_by_sizes(tmp_path):
-    run = run_of(tmp_path)
-    assert continued_from(run) == []
-    folder = [checkpoint(run, step) for step in (2, 4)][1]
-    assert continued_from(run)[0].startswith("start     after step 4, if its checkpoint is valid (sizes are")
-    (folder / "weights").write_bytes(b"w")
-    assert "after step 2, " in continued_from(run)[0]
 
 
 def test_the_plan_warns_where_finished_steps_had_another_order(tmp_path):

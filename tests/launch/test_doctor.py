@@ -16,12 +16,11 @@ GPU = NodeKind("gpu", True, 12, 96, 1031000, 8, "2-00:00:00")
 
 @pytest.fixture
 def site(programs, monkeypatch):
-    """A site with one partition and an accounting database."""
+    """A site with one partition."""
     monkeypatch.setattr(Scheduler, "node_kinds", lambda self: [GPU])
     monkeypatch.setattr(Scheduler, "site_settings", lambda self: {
         "SLURM_VERSION": "24.11.5", "MaxArraySize": "1001", "JobRequeue": "0",
         "AccountingStorageType": "accounting_storage/slurmdbd"})
-    monkeypatch.setattr(Scheduler, "associations", lambda self, user: [["ours", "", "normal"], ["theirs", "gpu", ""]])
     monkeypatch.setenv("PATH", str(programs.folder), prepend=os.pathsep)
     programs.do("sbatch", "exit 1")
 
@@ -29,7 +28,7 @@ def site(programs, monkeypatch):
 def test_what_it_prints_and_the_profile(site, tmp_path, capsys):
     path = tmp_path / "new/mine.yaml"
     assert printed(capsys, main, "--write", path, expect=0).splitlines() == [
-        "Slurm 24.11.5; accounts and QOS: ours normal; theirs gpu",
+        "Slurm 24.11.5",
         "partition gpu*: 12 nodes with 96 cores, 1,031,000 MB, 8 GPUs; time limit 2-00:00:00",
         "", f"wrote {path}; use it with --cluster {path}"]
     assert path.read_text() == profile([GPU], requeue=False)

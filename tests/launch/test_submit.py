@@ -96,12 +96,10 @@ def test_finished_resumable_and_changed_stages(launcher):
     write_text(launcher.run / "train/checkpoints/step-00000010/COMPLETE.json",
                '{"format": 2, "progress": {"step": 10}, "files": [], '
                '"config": {"train": {"batch_tokens": 4096}}}')
-    accepted = launcher.accepted(learned, "--accept-changes")
-    assert rows(accepted)["convert"].startswith("absent 1 process train") and "after step 10, if" in accepted
-    assert "its steps had another batch; length and data count all" in accepted
+    assert rows(launcher.accepted(learned, "--accept-changes"))["convert"].startswith("absent 1 process train")
     for settings in (learned, "--stage train --dry-run model.layers=3 --accept-changes"):
         shown = launcher.submit(settings)
-        assert shown.returncode == 2 and "after step 10" not in shown.stdout, "no way leads there"
+        assert shown.returncode == 2, "no way leads there"
     assert "or as another network." in shown.stderr
 
 

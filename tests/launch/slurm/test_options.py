@@ -94,12 +94,6 @@ def test_the_log_is_where_its_path_says(launcher, folder):
         f"{path}/%j_0_log.out", f"{path}/%A_%a_0_log.out"]
 
 
-@pytest.mark.parametrize("folder", ["a\\b", "r%j", "%A", "x%a"])
-def test_what_slurm_cannot_write_to_is_refused(launcher, folder):
-    message = launcher.refused(f"--stage all {DRY}", f"runs_dir={launcher.work}/{folder}")
-    assert f"The run folder {launcher.work}/{folder}/trial has" in message
-
-
 @pytest.mark.parametrize("setup, status, message", table("""
     ["module() { return 1; }", module load nosuch] -> 1 -> (line 2, module load nosuch)
     ["true", nosuch --x] -> 127 -> (line 2, nosuch --x)
