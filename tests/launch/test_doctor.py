@@ -39,7 +39,7 @@ def test_what_it_prints_and_the_profile(site, tmp_path, capsys):
     [[gpu, true, 12, 96, 1031000, 8, 2-00:00:00], [cpu, false, 7, 64, 257000, 0, infinite]] -> {partition: gpu, \
 gpus_per_node: 8, cpus: 12, requeue: false, of shard: cpu}
     [[debug, true, 3, 4, 6000, 0, infinite]] -> {partition: debug, gpus_per_node: 0, cpus: 2, of shard: null}
-    [[debug, true, 4, 4, 6000, 0, "20:00", 2]] -> {time: 20}""", *[yaml.safe_load] * 2))
+    [[debug, true, 4, 4, 6000, 0, "20:00"]] -> {time: 20}""", *[yaml.safe_load] * 2))
 def test_the_profile_is_one_that_the_launcher_takes(tmp_path, kinds, expected):
     path = tmp_path / "mine.yaml"
     path.write_text(profile([NodeKind(*kind) for kind in kinds], requeue=False))

@@ -158,7 +158,7 @@ def test_a_run_is_queued_once(slurm):
 def test_two_submissions_of_a_run_do_not_meet(slurm):
     slurm.run.mkdir(parents=True)
     other = lock(slurm.run, "submission")
-    assert "the submission of " in slurm.refused("--stage all") and not list(slurm.queue.iterdir())
+    assert "The submission of " in slurm.refused("--stage all") and not list(slurm.queue.iterdir())
     other.close()
     slurm.accepted("--stage all")
 
