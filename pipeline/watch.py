@@ -28,7 +28,7 @@ from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.run import Run, code_hashes, run_in
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.core.console import Parser, Program
+from drover.pipeline.core.console import Parser, Program, counted, say
 from drover.pipeline.core.errors import UserError, listed, require
 from drover.pipeline.core.files import sha256_json
 from drover.pipeline.evaluate import Cached, load, measure_tasks, measure_text
@@ -122,8 +122,11 @@ class Watcher:
                 break
             if not paths:
                 time.sleep(LOOK_S)
-        if is_trained and self.ranks.is_rank_zero:
-            self._log()
+        if self.ranks.is_rank_zero:
+            if is_trained:
+                self._log()
+            more = "" if is_trained else "; training is not done, and with --watch this waits for more"
+            say("evaluate", f"{counted(len(read_scores(self.train)), 'checkpoint')} scored{more}")
 
     def _look(self) -> tuple[bool, list[Path]]:
         """Whether training is done, and the checkpoints to score. Called on rank 0."""

@@ -9,6 +9,7 @@ record states the content of its checkpoint. If training replaces the checkpoint
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypedDict
@@ -87,15 +88,18 @@ def read_scores(train: Path) -> list[CheckpointScores]:
 
 
 def digest_of(checkpoint: Path) -> str:
-    """A hash of a complete checkpoint's marker, which has the hashes of its files."""
-    return sha256_file(checkpoint / MARKER)
+    """A hash of a complete checkpoint's marker, which has the hashes of its files; "" without a marker."""
+    with suppress(FileNotFoundError):
+        return sha256_file(checkpoint / MARKER)
+    return ""
 
 
 def is_scored(train: Path, step: int, inputs: str | None = None) -> bool:
-    """Whether the checkpoint after `step` steps was scored as it is now. inputs: and with these inputs; None: any."""
+    """Whether the checkpoint after `step` steps was scored as it is now, or was scored and is being removed.
+    inputs: and with these inputs; None: any."""
     record = read_record(scores_path(train, step), CheckpointScores, ADVICE, FORMAT)
-    return record is not None and inputs in (None, record.inputs) and record.checkpoint == digest_of(
-        train / CHECKPOINTS / checkpoint_name(step))
+    return record is not None and inputs in (None, record.inputs) and digest_of(
+        train / CHECKPOINTS / checkpoint_name(step)) in (record.checkpoint, "")
 
 
 def due(train: Path, every: int) -> list[Path]:

@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Any
 from drover.pipeline.config.kinds import Kind
 from drover.pipeline.contract.state import STOP
 from drover.pipeline.contract.workers import StopRequest, cause_of
-from drover.pipeline.evaluation.checkpoint_scores import SCORED, is_scored, read_scores
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.evaluation.checkpoint_scores import SCORED, CheckpointScores, is_scored, read_scores
+from drover.pipeline.records.checkpoints import SCORES
 from drover.pipeline.records.metrics import TrainingRecords
 
 if TYPE_CHECKING:
@@ -163,6 +165,7 @@ class Scores(Hook):
         self.every = every
         self._logged = set[tuple[int, str]]()
         self._looked = time.monotonic()
+        self._changed = 0
 
     def needs(self, step: int) -> bool:
         """See Hook."""
@@ -187,9 +190,20 @@ class Scores(Hook):
         self._log(loop)
 
     def _log(self, loop: Loop) -> None:
-        """Log what was scored since the last look, on rank 0."""
+        """Log what was scored since the last look, on rank 0. A new record changes the time of the folder."""
         self._looked = time.monotonic()
-        for scores in read_scores(self.folder) if loop.ranks.is_rank_zero else ():
+        if not loop.ranks.is_rank_zero:
+            return
+        found, before = list[CheckpointScores](), self._changed
+        try:
+            self._changed = (self.folder / SCORES).stat().st_mtime_ns
+            if self._changed != before:
+                found = read_scores(self.folder)
+        except FileNotFoundError:
+            return
+        except (UserError, OSError) as error:
+            loop.say(f"warning: no scores are logged: {error}")
+        for scores in found:
             if scores.identity not in self._logged:
                 self._logged.add(scores.identity)
                 loop.recorder.event(SCORED, step=scores.step, checkpoint=scores.checkpoint, **scores.figures)

@@ -113,7 +113,7 @@ def _score_chart(title: str, points: Sequence[tuple[float, float | None, float |
     tokens, values, errors = ([*column] for column in zip(*known, strict=True)) if known else ([], [], [])
     by_chance = [Series("by chance", tokens, [chance] * len(tokens), faint=True)] if chance is not None else []
     return Lines(title, "", [*by_chance, Series("score ± standard error", tokens, values, errors=errors)],
-                 over="tokens")
+                 from_zero=chance is not None, over="tokens")
 
 
 def samples(facts: Facts) -> Iterator[Block]:
