@@ -13,42 +13,28 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from drover.pipeline.config.checks import absent_packages
 from drover.pipeline.config.kinds import add_run_and_plugins
-from drover.pipeline.config.phases import PhasePlan
-from drover.pipeline.config.section import identity
 from drover.pipeline.contract.locks import lock
-from drover.pipeline.contract.run import Run, code_hashes, run_in
+from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.contract.stage_work import Work
-from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.core.console import Parser, Program, counted, say
-from drover.pipeline.core.errors import UserError, listed, require
-from drover.pipeline.core.files import sha256_json
+from drover.pipeline.core.console import Parser, Program, counted
+from drover.pipeline.core.errors import UserError, listed
+from drover.pipeline.core.files import write_sealed
 from drover.pipeline.evaluate import Cached, load, measure_tasks, measure_text
-from drover.pipeline.evaluation.checkpoint_scores import (
-    CheckpointScores,
-    TaskScores,
-    digest_of,
-    due,
-    is_scored,
-    read_scores,
-)
-from drover.pipeline.evaluation.items import BITS
-from drover.pipeline.evaluation.results import OVERALL, bits_per_byte, doubts, library_versions, metrics_text, rounded
-from drover.pipeline.evaluation.scores import Score
-from drover.pipeline.evaluation.selection import problems
+from drover.pipeline.evaluation.checkpoint_scores import CheckpointScores, digest_of, is_scored, scores_path
+from drover.pipeline.evaluation.results import doubts, figures, score_texts, task_results, validation_results
 from drover.pipeline.evaluation.tasks import go_offline
-from drover.pipeline.records.checkpoints import SCORES, read_marker, step_of
+from drover.pipeline.records.checkpoints import SCORES, complete_checkpoints, read_marker, step_of
 
 if TYPE_CHECKING:
-    from drover.model.config import ModelConfig
+    from drover.pipeline.contract.manifest import Fingerprint
     from drover.pipeline.parallel.ranks import Ranks
 
 LOOK_S = 10.0
@@ -65,129 +51,96 @@ def work(options: argparse.Namespace) -> None:
     """Score what is due."""
     go_offline()  # before anything imports the libraries that look for it
     run = run_in(options.run)
-    settings = run.config.evaluate
-    if settings.every is None:
+    if run.config.evaluate.every is None:
         raise UserError(f"evaluate.every is not set in {run.folder}, so no checkpoint is due. Set it, a multiple of "
                         f"train.checkpoint.every_steps, and give the command again that trains. `drover compare` "
                         f"scores any checkpoint once.")
-    if settings.tasks:
-        require("evaluate.tasks", "lm_eval")
-    if wrong := problems(run.config):
-        raise UserError(listed(wrong))
+    if problems := absent_packages(run.config, "evaluate"):
+        raise UserError(listed(problems))
     from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
 
     ranks = start_ranks(device=run.config.launch.device)
     try:
         with ExitStack() as held:
-            ranks.by_leader(lambda: _lock(run, held))
-            Watcher(run, ranks, settings.every).score(wait=options.watch)
+            score(run, ranks, ranks.by_leader(lambda: _known(run, held)), run.config.evaluate.every, wait=options.watch)
             ranks.barrier()
     finally:
         stop_ranks()
 
 
-def _lock(run: Run, held: ExitStack) -> None:
-    """Refuse a second evaluator, and keep others from rebuilding what is read."""
+def _known(run: Run, held: ExitStack) -> Fingerprint:
+    """What decides the scores besides the checkpoint. Refuses a second evaluator, and others that would rebuild what
+    is read. Called on rank 0."""
     held.enter_context(lock(run.folder, SCORES, "The evaluation of checkpoints"))
     for stage in ("tokenizer", "encode"):
-        run.finished(stage)
         held.enter_context(lock(run.stage_folder(stage).parent, stage, shared=True))
+    return {"inputs": {stage: run.finished(stage).digest for stage in ("tokenizer", "encode")},
+            "files": {record["name"]: record["sha256"] for record in run.files("evaluate")}}
 
 
-@dataclass
-class Watcher:
-    """Scores the checkpoints of one run. All ranks call the methods together."""
+def score(run: Run, ranks: Ranks, known: Fingerprint, every: int, *, wait: bool) -> None:
+    """Score the checkpoints that are due. wait: also those to come, until training is done. Called on all ranks."""
+    train = run.own_folder("train")
+    scored = list[int]()
 
-    run: Run
-    ranks: Ranks
-    every: int
+    def look() -> tuple[bool, list[Path]]:
+        is_trained = run.manifest("train") is not None  # first: after it there is no other checkpoint
+        return is_trained, [path for path in complete_checkpoints(train)
+                            if step_of(path) % every == 0 and not is_scored(train, step_of(path))]
 
-    def __post_init__(self) -> None:
-        self.train = self.run.own_folder("train")
-        self.known = self.ranks.by_leader(lambda: {
-            "inputs": {stage: self.run.finished(stage).digest for stage in ("tokenizer", "encode")},
-            "files": {record["name"]: record["sha256"] for record in self.run.files("evaluate")}})
-        self.inputs = sha256_json([self.known, identity(self.run.config.evaluate), code_hashes(STAGES["evaluate"]),
-                                   library_versions()])
-        self._scored = set[tuple[int, str]]()
-        self._shown = set[str]()
-
-    def score(self, *, wait: bool) -> None:
-        """Score all checkpoints that are due. wait: also those to come, until training is done."""
-        while True:
-            is_trained, paths = self.ranks.by_leader(self._look)
-            for path in paths:
-                self._measure(path)
-            if not paths and (is_trained or not wait):
-                break
-            if not paths:
-                time.sleep(LOOK_S)
-        if self.ranks.is_rank_zero:
-            if is_trained:
-                self._log()
-            more = "" if is_trained else "; training is not done, and with --watch this waits for more"
-            say("evaluate", f"{counted(len(read_scores(self.train)), 'checkpoint')} scored{more}")
-
-    def _look(self) -> tuple[bool, list[Path]]:
-        """Whether training is done, and the checkpoints to score. Called on rank 0."""
-        is_trained = self.run.manifest("train") is not None  # first: after it there is no other checkpoint
-        return is_trained, [path for path in due(self.train, self.every)
-                            if not is_scored(self.train, step_of(path), self.inputs)]
-
-    def _measure(self, path: Path) -> None:
-        """Score a checkpoint."""
-        from drover.pipeline.data.token_shards import ShardTable
-        from drover.pipeline.training.data import download_once_per_node
-
-        checkpoint = self.ranks.by_leader(lambda: digest_of(path))
-        # It takes the place of the export, which the stage measures.
-        work = Work(self.run, "evaluate", {**self.known, "inputs": {**self.known["inputs"], "convert": checkpoint}})
-        if self.ranks.is_rank_zero:
-            work.say(path.name)
-        table = ShardTable.of(work.input("encode")[1].outputs)
-        download_once_per_node(work, table, table.rows("validation").tolist(), self.ranks)
-        gc.collect()  # the model before
-        opened = load(work, self.ranks, path, "Give the command again.")
-        length = work.config.evaluate.sequence_length or opened.config.context_length
-        folder = self.train / SCORES
-        cached = Cached(work, self.ranks, folder / "measured")
-        sources = measure_text(work, self.ranks, cached, opened, length)["sources"]
-        tasks = measure_tasks(work, self.ranks, cached, opened, length, folder / "lm_eval.log")
-        if not self.ranks.is_rank_zero:
-            return
-        step = step_of(path)
-        scores = CheckpointScores(
-            step, checkpoint, self.inputs, read_marker(path).progress.tokens,
-            flops(PhasePlan.of(self.run.config.train), opened.config, step), rounded(bits_per_byte(sources)),
-            {name: rounded({key: value for key, value in task.items() if key in TaskScores.__annotations__})
-             for name, task in tasks.items()})
-        scores.write(self.train)
-        self._scored.add(scores.identity)
-        text: dict[str, Score] = {BITS: {"value": scores.bits_per_byte[OVERALL], "stderr": None}}
-        work.say("; ".join([f"{path.name}: {metrics_text(text)}", *(
-            f"{name}: {metrics_text(task['metrics'])}" for name, task in tasks.items())]))
-        for doubt in doubts(tasks):
-            if doubt not in self._shown:
-                self._shown.add(doubt)
-                work.say(doubt)
-
-    def _log(self) -> None:
-        """Give loggers the scores of this process that training did not wait for. Called on rank 0."""
-        from drover.pipeline.training.hooks import logged_scores
-        from drover.pipeline.training.sinks import log_results
-
-        left = self._scored - logged_scores(self.train)
-        records = [{"step": scores.step, **scores.figures} for scores in read_scores(self.train)
-                   if scores.identity in left]
-        if records:
-            log_results(Work(self.run, "evaluate", {}), *records, after=self.run.finished("train").counts["steps"])
+    while True:
+        is_trained, paths = ranks.by_leader(look)
+        for path in paths:
+            measure(run, ranks, known, path)
+            scored.append(step_of(path))
+        if not paths and (is_trained or not wait):
+            break
+        if not paths:
+            time.sleep(LOOK_S)
+    if ranks.is_rank_zero:
+        end = Work(run, "evaluate", known)
+        waiting = "" if is_trained else "; training is not done, and --watch waits for further checkpoints"
+        end.say(f"{counted(len(scored), 'checkpoint')} scored{waiting}")
+        if is_trained and scored:
+            _log(end, train, scored)
 
 
-def flops(plan: PhasePlan, shape: ModelConfig, step: int) -> float:
-    """Floating-point operations of the first `step` steps of a plan, counted as for MFU."""
-    return math.fsum(
-        (plan.tokens_at(min(step, phase.end_step)) - plan.tokens_at(min(step, phase.first_step)))
-        * shape.flops_per_token(phase.train.sequence_length, causal=False) for phase in plan.phases)
+def _log(work: Work, train: Path, steps: list[int]) -> None:
+    """Give loggers the scores of these steps for which training did not wait."""
+    from drover.pipeline.training.hooks import unlogged
+    from drover.pipeline.training.sinks import log_results
+
+    log_results(work, *({"step": scores.step, **figures(vars(scores))} for scores in unlogged(train)
+                        if scores.step in steps), after=work.run.finished("train").counts["steps"])
+
+
+def measure(run: Run, ranks: Ranks, known: Fingerprint, path: Path) -> None:
+    """Score a checkpoint. Called on all ranks."""
+    from drover.pipeline.data.token_shards import ShardTable
+    from drover.pipeline.training.data import download_once_per_node
+
+    checkpoint = ranks.by_leader(lambda: digest_of(path))
+    # It takes the place of the export, which the stage measures.
+    work = Work(run, "evaluate", {**known, "inputs": {**known["inputs"], "convert": checkpoint}})
+    if ranks.is_rank_zero:
+        work.say(path.name)
+    table = ShardTable.of(work.input("encode")[1].outputs)
+    download_once_per_node(work, table, table.rows("validation").tolist(), ranks)
+    gc.collect()  # the model before
+    opened = load(work, ranks, path, "Give the command again.")
+    length = run.config.evaluate.sequence_length or opened.config.context_length
+    folder = path.parents[1] / SCORES
+    cached = Cached(work, ranks, folder / "measured")
+    validation = validation_results(measure_text(work, ranks, cached, opened, length), {})
+    tasks = measure_tasks(work, ranks, cached, opened, length, folder / "lm_eval.log")
+    if ranks.is_rank_zero:
+        step, tokens, train = step_of(path), read_marker(path).progress.tokens, run.config.train
+        flops = None if train.phases else tokens * opened.config.flops_per_token(train.sequence_length, causal=False)
+        write_sealed(scores_path(path.parents[1], step), vars(CheckpointScores(
+            step, checkpoint, tokens, flops, validation, task_results(tasks))))
+        for text in (f"{path.name}: {validation['overall']['bits_per_byte']} bits per byte", *score_texts(tasks),
+                     *doubts(tasks)):
+            work.say(text)
 
 
 main = Program("python -m drover.pipeline.watch", __doc__, add_options, work)

@@ -101,11 +101,10 @@ def _rules(config: Config) -> Rules:
            "<evaluate.prompt_tokens> leaves no room for a prompt in <model.context_length>.")
     yield ((evaluate.sequence_length or 0) > context,
            "<evaluate.sequence_length> is longer than <model.context_length>.")
-    saved = train.checkpoint.every_steps
-    yield (evaluate.every is not None and (saved is None or evaluate.every % saved),
-           "<evaluate.every> is not a multiple of <train.checkpoint.every_steps>, the steps after which there are "
-           "checkpoints to score.")
-    yield ((evaluate.every or 0) > train.steps, "<evaluate.every> is more than <train.steps>: nothing would be scored.")
+    saved = train.checkpoint.every_steps or train.steps
+    yield (evaluate.every is not None and (evaluate.every % saved or evaluate.every > train.steps),
+           "<evaluate.every> is not a multiple of <train.checkpoint.every_steps> up to <train.steps>, so no checkpoint "
+           "would be scored.")
     yield (train.attention not in ("auto", *BACKENDS) and ":" not in train.attention,
            f"<train.attention> is not known. Take auto, {', '.join(BACKENDS)}, or a class of your own as "
            f"module:class.")

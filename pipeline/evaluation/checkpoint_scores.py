@@ -10,19 +10,15 @@ record states the content of its checkpoint. If training replaces the checkpoint
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
 
-from drover.pipeline.core.files import read_record, sha256_file, write_sealed
-from drover.pipeline.evaluation.scores import Score
+from drover.pipeline.core.files import Record, read_record, sha256_file
 from drover.pipeline.records.checkpoints import (
     CHECKPOINTS,
     MARKER,
     SCORES,
     checkpoint_name,
-    complete_checkpoints,
-    step_of,
 )
 
 FORMAT = 1
@@ -31,48 +27,21 @@ SCORED = "scored"
 """The event of training that has a checkpoint's scores."""
 
 
-class TaskScores(TypedDict):
-    """As in `TaskResult`."""
-
-    metrics: dict[str, Score]
-    items: int
-    chance: float | None
-    answer_bits_per_byte: float | None
-
-
 @dataclass(frozen=True)
 class CheckpointScores:
     """The scores of the checkpoint after `step` optimizer steps.
 
-    checkpoint: a hash of its marker, which has those of its files. inputs: a hash of all that decided the scores.
-    tokens, flops: trained on and computed so far. bits_per_byte: of the validation text of each source, and of all
-    under "". tasks: by name.
+    checkpoint: a hash of its marker, which has those of its files. tokens, flops: trained on and computed so far, the
+    latter unknown for training in phases. validation, tasks: as in results.json, with None for baselines.
     """
 
     step: int
     checkpoint: str
-    inputs: str
     tokens: int
-    flops: float
-    bits_per_byte: dict[str, float | None]
-    tasks: dict[str, TaskScores]
+    flops: float | None
+    validation: Record
+    tasks: Record
     format: int = FORMAT
-
-    def write(self, train: Path) -> None:
-        """Write the record into the train stage's folder, atomically."""
-        write_sealed(scores_path(train, self.step), asdict(self))
-
-    @property
-    def identity(self) -> tuple[int, str]:
-        """Step and content of the checkpoint."""
-        return self.step, self.checkpoint
-
-    @property
-    def figures(self) -> dict[str, dict[str, float | None]]:
-        """The scores that loggers draw, as fields of a step's record."""
-        return {"validation_text_bpb": self.bits_per_byte,
-                "task_scores": {f"{name}/{metric}": entry["value"] for name, task in self.tasks.items()
-                                for metric, entry in task["metrics"].items()}}
 
 
 def scores_path(train: Path, step: int) -> Path:
@@ -94,14 +63,7 @@ def digest_of(checkpoint: Path) -> str:
     return ""
 
 
-def is_scored(train: Path, step: int, inputs: str | None = None) -> bool:
-    """Whether the checkpoint after `step` steps was scored as it is now, or was scored and is being removed.
-    inputs: and with these inputs; None: any."""
+def is_scored(train: Path, step: int) -> bool:
+    """Whether the checkpoint after `step` steps was scored as it is now, or was scored and is being removed."""
     record = read_record(scores_path(train, step), CheckpointScores, ADVICE, FORMAT)
-    return record is not None and inputs in (None, record.inputs) and digest_of(
-        train / CHECKPOINTS / checkpoint_name(step)) in (record.checkpoint, "")
-
-
-def due(train: Path, every: int) -> list[Path]:
-    """The complete checkpoints at multiples of `every` steps, oldest first."""
-    return [path for path in complete_checkpoints(train) if step_of(path) % every == 0]
+    return record is not None and digest_of(train / CHECKPOINTS / checkpoint_name(step)) in (record.checkpoint, "")

@@ -50,37 +50,24 @@ DEFINITIONS = {
 
 
 def validation_results(measured: Mapping[str, Any], baselines: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """The section `validation` of results.json. measured: of `measure_validation`; baselines: of `compare`."""
+    """The section `validation` of results.json. measured: of `measure_validation`; baselines: of `compare`, or {}: then
+    their values are None."""
     sources = measured["sources"]
-    total = _total(sources)
-    of_total = baselines[OVERALL] if len(sources) > 1 else next(iter(baselines.values()))
-    return {"sources": {name: _validation_entry(counts, baselines[name]) for name, counts in sources.items()},
+    total = {key: sum(counts[key] for counts in sources.values()) for key in next(iter(sources.values()))}
+    of_total = baselines.get(OVERALL if len(sources) > 1 else next(iter(sources)), {})
+    return {"sources": {name: _validation_entry(counts, baselines.get(name, {})) for name, counts in sources.items()},
             "overall": _validation_entry(total, of_total),
             **{name: part for name, part in measured.items() if name != "sources"}}
 
 
-def bits_per_byte(sources: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Bits per byte of all sources under OVERALL and, if there are several, of each. sources: of `measure_validation`.
-    """
-    entries = {OVERALL: _total(sources), **(sources if len(sources) > 1 else {})}
-    return {name: _loss(counts).bits_per_byte for name, counts in entries.items()}
-
-
-def _total(sources: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {key: sum(counts[key] for counts in sources.values()) for key in next(iter(sources.values()))}
-
-
-def _loss(counts: Mapping[str, Any]) -> Measurement:
-    return Measurement(counts["nats"], counts["targets"], counts["bytes"])
-
-
 def _validation_entry(counts: Mapping[str, Any], baselines: Mapping[str, float]) -> Any:
     """One source, or all of them."""
-    loss = _loss(counts)
+    loss = Measurement(counts["nats"], counts["targets"], counts["bytes"])
     return rounded({
         **counts, "bits_per_byte": loss.bits_per_byte, "loss": loss.loss, "perplexity": loss.perplexity,
-        **{name: baselines[name] for name in ("compressed_bytes", "training_bytes", "of_training_bytes", "entropy")},
-        "baselines": {name: baselines[name] for name in MEANING}})
+        **{name: baselines.get(name) for name in ("compressed_bytes", "training_bytes", "of_training_bytes",
+                                                  "entropy")},
+        "baselines": {name: baselines.get(name) for name in MEANING}})
 
 
 def rounded(value: Any) -> Any:
@@ -101,14 +88,19 @@ def as_json(config: Config, model: ModelConfig, validation: Mapping[str, Any], t
         "model": {"parameters": model.parameter_count, "non_embedding_parameters": model.non_embedding_parameter_count,
                   "vocab_size": model.vocab_size, "context_length": model.context_length, "dtype": settings.dtype},
         "validation": validation,
-        "tasks": {name: rounded({key: value for key, value in task.items() if key != "per_item"})
-                  for name, task in tasks.items()},
+        "tasks": task_results(tasks),
         "continuations": continuations,
         "sampling": {"temperature": settings.temperature, "top_p": settings.top_p, "seed": 0,
                      "max_tokens": settings.prompt_tokens},
         "definitions": DEFINITIONS,
         "versions": library_versions(),
     }
+
+
+def task_results(tasks: Mapping[str, TaskResult]) -> dict[str, Any]:
+    """The section `tasks` of results.json."""
+    return {name: rounded({key: value for key, value in task.items() if key != "per_item"})
+            for name, task in tasks.items()}
 
 
 def library_versions() -> dict[str, str]:
@@ -138,19 +130,23 @@ def summary(results: Mapping[str, Any]) -> Iterator[str]:
     for source in results["validation"]["without_validation_text"]:
         yield f"the source {source} has no validation document and was not measured"
     for name, task in results["tasks"].items():
-        metrics = metrics_text(task["metrics"])
+        metrics = _metrics_text(task["metrics"])
         chance = "" if task["chance"] is None else f" (chance {task['chance']:.3f})"
         yield f"{name}: {metrics}{chance} on {task['items']} items"
         if found := task.get("contamination"):
             clean = found["clean"]
             yield (f"{name}: of {counted(task['items'], 'item')}, in the training text: {found['dirty']['items']:,}, "
                    f"too short to judge: {found['too_short']:,}, not in it: {clean['items']:,} "
-                   f"({metrics_text(clean['metrics']) or 'no score'})")
+                   f"({_metrics_text(clean['metrics']) or 'no score'})")
     yield from doubts(results["tasks"])
 
 
-def metrics_text(metrics: Mapping[str, Score]) -> str:
-    """A task's metrics in a line."""
+def score_texts(tasks: Mapping[str, Any]) -> list[str]:
+    """Each task with its metrics."""
+    return [f"{name} {_metrics_text(task['metrics'])}" for name, task in tasks.items()]
+
+
+def _metrics_text(metrics: Mapping[str, Score]) -> str:
     return ", ".join(f"{metric} {metric_text(entry)}" for metric, entry in metrics.items())
 
 

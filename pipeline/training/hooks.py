@@ -25,6 +25,7 @@ from drover.pipeline.contract.state import STOP
 from drover.pipeline.contract.workers import StopRequest, cause_of
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.checkpoint_scores import SCORED, CheckpointScores, is_scored, read_scores
+from drover.pipeline.evaluation.results import figures
 from drover.pipeline.records.checkpoints import SCORES
 from drover.pipeline.records.metrics import TrainingRecords
 
@@ -163,56 +164,36 @@ class Scores(Hook):
     def __init__(self, folder: Path, every: int) -> None:
         self.folder = folder
         self.every = every
-        self._logged = set[tuple[int, str]]()
-        self._looked = time.monotonic()
-        self._changed = 0
+        self._looked = self._changed = 0.0
 
     def needs(self, step: int) -> bool:
         """See Hook."""
         return step % self.every == 0 and not is_scored(self.folder, step)
 
-    def on_start(self, loop: Loop) -> None:
-        """See Hook."""
-        if loop.ranks.is_rank_zero:
-            self._logged = logged_scores(self.folder)
-
     def after_step(self, loop: Loop) -> None:
         """See Hook."""
-        if time.monotonic() - self._looked > LOOK_EVERY_S:
-            self._log(loop)
-
-    def on_stop(self, loop: Loop) -> None:
-        """See Hook."""
-        self._log(loop)
+        if loop.ranks.is_rank_zero and time.monotonic() - self._looked > LOOK_EVERY_S:
+            self.on_finish(loop)
 
     def on_finish(self, loop: Loop) -> None:
-        """See Hook."""
-        self._log(loop)
-
-    def _log(self, loop: Loop) -> None:
         """Log what was scored since the last look, on rank 0. A new record changes the time of the folder."""
-        self._looked = time.monotonic()
-        if not loop.ranks.is_rank_zero:
-            return
-        found, before = list[CheckpointScores](), self._changed
+        self._looked, before = time.monotonic(), self._changed
+        folder = self.folder / SCORES
         try:
-            self._changed = (self.folder / SCORES).stat().st_mtime_ns
-            if self._changed != before:
-                found = read_scores(self.folder)
-        except FileNotFoundError:
-            return
+            if folder.is_dir() and loop.ranks.is_rank_zero:
+                self._changed = folder.stat().st_mtime
+            for scores in unlogged(self.folder) if self._changed != before else ():
+                loop.recorder.event(SCORED, step=scores.step, checkpoint=scores.checkpoint, **figures(vars(scores)))
+            loop.recorder.flush()
         except (UserError, OSError) as error:
             loop.say(f"warning: no scores are logged: {error}")
-        for scores in found:
-            if scores.identity not in self._logged:
-                self._logged.add(scores.identity)
-                loop.recorder.event(SCORED, step=scores.step, checkpoint=scores.checkpoint, **scores.figures)
 
 
-def logged_scores(folder: Path) -> set[tuple[int, str]]:
-    """The scores that training in this folder has logged, by their `identity`."""
+def unlogged(folder: Path) -> list[CheckpointScores]:
+    """The scores that training in this folder has not logged, in the order of steps."""
     events: list[Any] = [event for event in TrainingRecords(folder).events if event["event"] == SCORED]
-    return {(event["step"], event["checkpoint"]) for event in events}
+    logged = [(event["step"], event["checkpoint"]) for event in events]
+    return [scores for scores in read_scores(folder) if (scores.step, scores.checkpoint) not in logged]
 
 
 CAUSES = {"SIGINT": False, "SIGTERM": False, "SIGUSR1": True, "SIGUSR2": True, "file": False, "time": True}

@@ -86,28 +86,20 @@ def test_loss_shows_training_and_validation_without_skipped_updates(document):
     assert (stdlib.name, stdlib.x[-1]) == ("validation sample, stdlib", 600) and stdlib.y[-1] == 3.2 + 200 / 600
 
 
-def scored(step, value):
-    """Scores of a checkpoint of the run that was made up: of its first task, and of one that only some have."""
-    task = {"metrics": {"acc": {"value": value, "stderr": 0.02}}, "items": 9, "chance": 0.25,
-            "answer_bits_per_byte": None if step < 300 else 1.5}
-    return CheckpointScores(step, "0", "0", 8192 * step, 1e12 * step, {"": 2.5 - step / 1000},
-                            {"python_line": task, **({"late": task} if step > 200 else {})})
-
-
 def test_scores_of_checkpoints_are_curves_over_tokens_that_end_at_the_finished_model(facts):
-    facts = dataclasses.replace(facts, scores=[scored(step, step / 1000) for step in (200, 400)])
-    document = compose(facts)
-    chapter, = [chapter for chapter in document.chapters if chapter.title == "Scores while training"]
-    charts = {part.title: part for part in chapter.blocks if isinstance(part, Lines)}
-    assert {chart.over for chart in charts.values()} == {"tokens"}
-    final = facts.results["tasks"]["python_line"]["metrics"]["acc"]
+    task = {"metrics": {"acc": {"value": 0.4, "stderr": 0.02}}, "chance": 0.25, "answer_bits_per_byte": None}
+    validation = {"overall": {"bits_per_byte": 2.5}}
+    document = compose(dataclasses.replace(facts, scores=[
+        CheckpointScores(200, "", 1638400, 4e14, validation, {"python_line": task})]))
+    charts = {part.title: part for chapter in document.chapters if chapter.title == "Scores while training"
+              for part in chapter.blocks if isinstance(part, Lines)}
+    final = facts.results["tasks"]["python_line"]
     chance, line = charts["python_line, acc"].series
-    assert line.x == [1638400, 3276800, facts.counts("train")["tokens"]] == chance.x and chance.faint
-    assert (line.y, line.errors) == ([0.2, 0.4, final["value"]], [0.02, 0.02, final["stderr"]])
-    assert charts["Bits per byte of validation text"].series[0].y[:2] == [2.3, 2.1]
-    assert charts["late, acc"].series[0].x == [3276800] and "late, answer bits per byte" in charts
-    assert html(document).count("<polygon") == len(charts)
-    assert "| 400 | 3,276,800 | 4.00e+14 | 2.1000 | python_line acc 0.400 ± 0.020; late acc " in markdown(document)
+    assert line.x == [1638400, facts.counts("train")["tokens"]] == chance.x and chance.faint
+    assert [*zip(line.y, line.errors, strict=True)] == [(0.4, 0.02), tuple(final["metrics"]["acc"].values())]
+    assert charts["validation text, bits per byte"].series[0].y[0] == 2.5
+    assert charts["python_line, answer bits per byte"].series[0].y == [final["answer_bits_per_byte"]]
+    assert "| 200 | 1,638,400 | 4.00e+14 | 2.5000 | python_line acc 0.400 ± 0.020 |" in markdown(document)
 
 
 def test_where_the_time_went(facts, tmp_path):

@@ -10,7 +10,7 @@ from unittest.mock import Mock, call
 import pytest
 
 from drover.pipeline.contract.state import STOP
-from drover.pipeline.core.files import append_line, write_json
+from drover.pipeline.core.files import write_json
 from drover.pipeline.evaluation.checkpoint_scores import CheckpointScores, digest_of, scores_path
 from drover.pipeline.training import hooks
 from drover.pipeline.training.hooks import ALL_EVERY, EVERY, Garbage, Scores, Stop, StopAgreement
@@ -100,30 +100,16 @@ def test_the_process_is_left_as_it_was_found(tmp_path):
 
 
 def test_a_checkpoint_waits_for_scores_of_its_content_and_a_damaged_record_is_a_warning(tmp_path):
-    """Each score is logged once, also by a start that continues."""
-    loop, checkpoint = Mock(ranks=rank_of()), tmp_path / "checkpoints/step-00000004"
-    logged = loop.recorder.event
-    write_json(checkpoint / "COMPLETE.json", {"files": 1})
-    hook = Scores(tmp_path, 4)
-    hook.on_stop(loop)
+    marker, record = tmp_path / "checkpoints/step-00000004/COMPLETE.json", scores_path(tmp_path, 4)
+    hook, loop = Scores(tmp_path, 4), Mock(ranks=rank_of())
+    write_json(marker, {"files": 1})
     assert hook.needs(4) and not hook.needs(6)
-    scores = CheckpointScores(4, digest_of(checkpoint), "", 9, 9.0, {"": 2.5}, {})
-    scores.write(tmp_path)
-    hook.on_stop(loop)
-    hook.on_finish(loop)
+    write_json(record, vars(CheckpointScores(4, digest_of(marker.parent), 9, 9.0, {}, {})))
     assert not hook.needs(4)
-    logged.assert_called_once_with("scored", step=4, checkpoint=scores.checkpoint, validation_text_bpb={"": 2.5},
-                                   task_scores={})
-    write_json(checkpoint / "COMPLETE.json", {"files": 2})
+    write_json(marker, {"files": 2})
     assert hook.needs(4), "it was replaced"
-    (checkpoint / "COMPLETE.json").unlink()
+    marker.unlink()
     assert not hook.needs(4), "it is being removed"
-    scores_path(tmp_path, 8).write_text("{")
-    hook.on_stop(loop)
-    assert "step-00000008.json is damaged" in loop.say.mock_calls[0].args[0]
-    scores_path(tmp_path, 8).unlink()
-    append_line(tmp_path / "events.jsonl", {"event": "scored", "step": 4, "checkpoint": scores.checkpoint})
-    again = Scores(tmp_path, 4)
-    again.on_start(loop)
-    again.on_finish(loop)
-    assert logged.call_count == 1
+    record.write_text("{")
+    hook.on_finish(loop)
+    assert "step-00000004.json is damaged" in loop.say.mock_calls[0].args[0]

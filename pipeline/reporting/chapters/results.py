@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from drover.pipeline.evaluation.items import ANSWER_BITS
-from drover.pipeline.evaluation.results import OVERALL, doubts, metric_text, metrics_text
+from drover.pipeline.core.files import Record
+from drover.pipeline.evaluation.items import ANSWER_BITS, BITS
+from drover.pipeline.evaluation.results import doubts, metric_text, score_texts
 from drover.pipeline.reporting.document import (
     ALL,
     Bars,
@@ -23,8 +24,6 @@ from drover.pipeline.reporting.facts import Facts
 
 MOST_SAMPLES = 4
 """Steps of training whose texts are shown."""
-MOST_CHARTS = 24
-"""Charts of scores: a suite may have hundreds of metrics."""
 MOST_ROWS = 12
 """Checkpoints in their table."""
 SPLIT = ("clean", "dirty")
@@ -83,37 +82,31 @@ def scores(facts: Facts) -> Iterator[Block]:
     if not facts.scores:
         return
     counts = facts.counts("train")
-    rows = [*map(vars, facts.scores)]
+    rows = [vars(scores) for scores in facts.scores]
     if facts.results and rows[-1]["step"] < counts["steps"]:
-        rows.append({"step": counts["steps"], "tokens": counts["tokens"], "tasks": facts.results["tasks"],
-                     "bits_per_byte": {OVERALL: facts.validation["overall"]["bits_per_byte"]}})
-    charts = [_score_chart("Bits per byte of validation text", [
-        (row["tokens"], row["bits_per_byte"].get(OVERALL), None) for row in rows])]
-    for name, metric in dict.fromkeys((name, metric) for row in rows for name, task in row["tasks"].items()
-                                      for metric in [*task["metrics"], ANSWER_BITS]):
-        known = [(row["tokens"], row["tasks"][name]) for row in rows if name in row["tasks"]]
-        points = [(tokens, *(task["metrics"].get(metric) or {"value": task.get(metric), "stderr": None}).values())
-                  for tokens, task in known]
-        charts.append(_score_chart(f"{name}, {words(metric)}", points, known[0][1].get("chance")
-                                   if metric.startswith("acc") else None))
-    yield from [chart for chart in charts if chart][:MOST_CHARTS]
+        rows.append({**facts.results, "step": counts["steps"], "tokens": counts["tokens"]})
+    curves = dict[tuple[str, str], list[tuple[float, Record, float | None]]]()
+    for row in rows:
+        entries = [(("validation text", BITS), {"value": row["validation"]["overall"][BITS]}, None)]
+        for name, task in row["tasks"].items():
+            entries += [((name, metric), entry, task["chance"] if metric.startswith("acc") else None)
+                        for metric, entry in {**task["metrics"], ANSWER_BITS: {"value": task[ANSWER_BITS]}}.items()]
+        for key, entry, chance in entries:
+            if entry["value"] is not None:
+                curves.setdefault(key, []).append((row["tokens"], entry, chance))
+    for (name, metric), points in curves.items():
+        x = [tokens for tokens, *_ in points]
+        chance = points[0][2]
+        yield Lines(f"{name}, {words(metric)}", "", [
+            *([] if chance is None else [Series("by chance", x, [chance] * len(x), faint=True)]),
+            Series("score ± standard error", x, [entry["value"] for _, entry, _ in points],
+                   errors=[entry.get("stderr") or 0.0 for _, entry, _ in points])],
+            from_zero=chance is not None, over="tokens")
     yield Table("Scores of checkpoints", {
         "step": "{step:,}", "tokens": "{tokens:,}", "training FLOPs": "{flops:.2e}",
-        "bits per byte": f"{{bits_per_byte[{OVERALL}]:.4f}}", "tasks": "{scores}"}, [
-        {**row, "scores": "; ".join(f"{name} {metrics_text(task['metrics'])}" for name, task in row["tasks"].items())}
-        for row in spread(rows, MOST_ROWS)],
-        f"The first {MOST_CHARTS} of {len(charts):,} charts are shown; train/scores has all." * (
-            len(charts) > MOST_CHARTS) or "Bands and ± are standard errors.")
-
-
-def _score_chart(title: str, points: Sequence[tuple[float, float | None, float | None]], chance: float | None = None
-                 ) -> Lines:
-    """A score over tokens with its standard errors. points: (tokens, score, standard error)."""
-    known = [(tokens, value, error or 0.0) for tokens, value, error in points if value is not None]
-    tokens, values, errors = ([*column] for column in zip(*known, strict=True)) if known else ([], [], [])
-    by_chance = [Series("by chance", tokens, [chance] * len(tokens), faint=True)] if chance is not None else []
-    return Lines(title, "", [*by_chance, Series("score ± standard error", tokens, values, errors=errors)],
-                 from_zero=chance is not None, over="tokens")
+        "bits per byte": "{validation[overall][bits_per_byte]:.4f}", "tasks": "{scores}"},
+        [{**row, "scores": score_texts(row["tasks"])} for row in spread(rows, MOST_ROWS)],
+        "± and bands are standard errors; train/scores has all scores.")
 
 
 def samples(facts: Facts) -> Iterator[Block]:
