@@ -3,6 +3,7 @@
     drover compare HuggingFaceTB/SmolLM2-135M --tasks python_line
     drover compare runs/demo runs/trial/convert/hf --tasks python_line
     drover compare runs/demo/train/checkpoints/step-* --tasks python_line --validation runs/demo
+    drover compare runs/demo runs/trial --page compare.html
 
 A model is a run (its export or, before that is made, its newest checkpoint), a training checkpoint inside a run, or a
 Llama in Hugging Face form. A difference is taken on each item, which is sharper than two scores with their errors; the
@@ -39,6 +40,7 @@ from drover.pipeline.core.console import (
     watch_of,
 )
 from drover.pipeline.core.errors import UserError, listed, require
+from drover.pipeline.core.files import write_text
 from drover.pipeline.evaluation.items import ANSWER_BITS, BITS, TaskResult
 from drover.pipeline.evaluation.open_model import open_model, run_of, tokenizer_of
 from drover.pipeline.evaluation.scores import Item, decimals, scored
@@ -74,6 +76,8 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32")
     parser.add_argument("--batch", type=int, default=16, help="sequences per forward pass (default 16)")
     parser.add_argument("--length", type=int, metavar="TOKENS", help="tokens of a window (default: the context)")
+    parser.add_argument("--page", type=Path, metavar="FILE",
+                        help="write a page: curves of the runs' training, settings that differ, scores")
     add_json(parser)
 
 
@@ -84,9 +88,17 @@ def work(options: argparse.Namespace) -> None:
             weights_folder(path, download=True)
     go_offline()  # before anything imports the libraries that look for it
     refuse_low(options, "limit", "batch", "length")
+    if options.page is not None:
+        from drover.pipeline.reporting.comparison import compare_runs
+
+        compare_runs(options.models)  # refuses what is no trained run before anything is measured
     if not options.tasks and options.validation is None:
-        raise UserError("There is nothing to measure: give --tasks, --validation or both, such as --validation RUN "
-                        "for bits per byte of that run's validation text (drover compare A B --validation A).")
+        if options.page is None:
+            raise UserError("There is nothing to measure: give --tasks, --validation or both, such as --validation RUN "
+                            "for bits per byte of that run's validation text (drover compare A B --validation A), or "
+                            "--page for curves (drover compare A B --page compare.html).")
+        write_page(options.page, options.models)
+        return
     tasks = [*Selection(options.task_folders, options.data, "--tasks").add(options.tasks).fetched().tasks.values()]
     if problems := [problem for task in tasks for problem in task.problems()]:
         raise UserError(listed(problems))
@@ -134,6 +146,8 @@ def work(options: argparse.Namespace) -> None:
                     f"{name}: {doubt}" for name, result in results.items() for doubt in doubts(result))]}
         if ranks.is_rank_zero:
             print(json.dumps(made, ensure_ascii=False)) if options.json else draw(*page_of(made))
+            if options.page is not None:
+                write_page(options.page, options.models, made)
         ranks.barrier()
     finally:
         stop_ranks()
@@ -243,6 +257,17 @@ def page_of(made: Mapping[str, Any]) -> list[RenderableType]:
         better = "" if is_higher_better is None else f", {'higher' if is_higher_better else 'lower'} is better"
         page += [f"{task}, {metric} ({items:,} items{by_chance}{better})", table([HEADING, *cells], HEADING[1:]), ""]
     return [*page, *made["notes"]]
+
+
+def write_page(page: Path, runs: Sequence[Path], made: Mapping[str, Any] | None = None) -> None:
+    """Write the page of the runs, with the scores of `made` if there are any."""
+    from drover.pipeline.reporting.comparison import compare_runs, score_table
+    from drover.pipeline.reporting.render import html
+
+    document = compare_runs(runs, [] if made is None else [score_table(made["rows"]), *made["notes"]])
+    write_text(page, html(document))
+    echo(document.result, file=sys.stderr)
+    echo(f"open {page.absolute()}", file=sys.stderr)
 
 
 main = Program("python -m drover.tools.compare", __doc__, add_options, work, mixed=True)

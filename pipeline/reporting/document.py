@@ -16,8 +16,10 @@ from drover.pipeline.core.files import Record
 
 
 def compact(value: float) -> str:
-    """A number for an axis or a tile: 1,250; 12.5k; 3.21M; 0.0031."""
+    """A number for an axis or a tile: 1,250; 12.5k; 3.21M; 0.0031; 4.2e+18."""
     size = abs(value)
+    if size >= 1e15:
+        return f"{value:.3g}"
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
             return f"{value / (1e3 if unit == 'k' else limit):.3g}{unit}"

@@ -33,6 +33,8 @@ MOST_DOTS = 40
 TOO_LARGE = 1e300
 """Values from here on, and NaN, are not drawn."""
 COLOURS = 6
+DASHES = ("", "6 2", "2 2", "8 2 2 2", "4 1", "1 3", "8 2 2 2 2 2", "3 4", "12 3")
+"""What distinguishes lines of the same colour: lengths that are drawn and left out, in turn."""
 
 
 def compose(facts: Facts) -> ReportDocument:
@@ -106,7 +108,7 @@ def draw(chart: Lines) -> str:
     lines = [{"name": line.name, "points": [(across.at(x), up.at(y)) for x, y in curve],
               "band": [(across.at(x), up.at(y)) for x, y in band],
               "colour": 0 if line.faint else 1 + (number - chart.series[0].faint) % COLOURS,
-              "dots": not line.faint and len(curve) <= MOST_DOTS}
+              "dashes": DASHES[number // COLOURS % len(DASHES)], "dots": not line.faint and len(curve) <= MOST_DOTS}
              for number, (line, curve, band) in enumerate(zip(chart.series, curves, bands, strict=True))]
     x_ticks = [(across.at(tick), compact(tick)) for tick in across.ticks() if tick % 1 == 0]  # steps, tokens
     y_ticks = [(up.at(tick), compact(tick)) for tick in up.ticks()]

@@ -62,7 +62,7 @@ def training(facts: Facts) -> Iterator[Block]:
         yield filled(SAMPLE, {**facts.validation, "sample": facts.config.train.validation_tokens})
     yield _losses(facts)
     for title, name in CURVES.items():
-        yield Lines(title, "", _curve(facts.series(name, facts.updates)), from_zero=True)
+        yield Lines(title, "", curve(facts.series(name, facts.updates)), from_zero=True)
     yield _steps(facts)
     yield _figures(facts)
     yield _phases(facts)
@@ -71,15 +71,18 @@ def training(facts: Facts) -> Iterator[Block]:
 
 def _losses(facts: Facts) -> Lines:
     """Training and validation loss in one chart."""
-    losses = _curve(facts.series("loss", facts.updates), "training, ")
+    losses = curve(facts.series("loss", facts.updates), "training, ")
     for source in value("splits[validation]", facts.counts("encode")) or ():
         if points := facts.series(f"validation_sample_loss[{source}]"):
             losses.append(Series(f"validation sample, {source}", list(points), list(points.values())))
     return Lines("Loss", "nats per token", losses)
 
 
-def _curve(points: Mapping[int, float], name: str = "") -> list[Series]:
-    """The values of each step, and where there are many their means over windows."""
+def curve(points: Mapping[int, float] | Mapping[float, float], name: str = "") -> list[Series]:
+    """The values of each step, and last, where there are many, their means over windows.
+
+    points: by x.
+    """
     steps, values, window = list(points), list(points.values()), max(1, len(points) // 50)
     means = [fmean(values[end - window:end]) for end in range(window, len(values) + 1, window)]
     return [Series(f"{name}each step", steps, values, faint=window > 1),

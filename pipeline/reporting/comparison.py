@@ -1,0 +1,188 @@
+"""Several runs on one page: their curves over tokens, steps, FLOPs and time, the settings in which they differ, and the
+scores that were measured together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from operator import itemgetter
+from pathlib import Path
+
+from drover.pipeline.config.section import flatten
+from drover.pipeline.contract.run import Run, run_in
+from drover.pipeline.core.console import counted, first
+from drover.pipeline.core.errors import UserError, listed
+from drover.pipeline.core.files import Record, read_record
+from drover.pipeline.records.metrics import Line, RunFacts
+from drover.pipeline.reporting.chapters.training import curve
+from drover.pipeline.reporting.document import (
+    Block,
+    Chapter,
+    Lines,
+    Notice,
+    ReportDocument,
+    Series,
+    Table,
+    value,
+    written,
+)
+from drover.pipeline.reporting.facts import Facts
+
+FEW = 4
+"""So many runs have a column each in the table of settings; of more, each value has a row."""
+OF_THE_RUN = ("name", "runs_dir", "reuse")
+"""Settings that say where a run is."""
+TIMES = {"seconds of training": 1, "minutes of training": 60, "hours of training": 3600}
+LEAST_UNITS = 10
+"""The axis of time is in the largest unit of which the longest run has so many."""
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run with what its training recorded."""
+
+    name: str
+    run: Run
+
+    @cached_property
+    def facts(self) -> Facts:
+        """The metrics of its training. UserError if it has none, or if they are damaged."""
+        metrics = RunFacts(self.run.stage_folder("train").parent).steps
+        if not metrics:
+            raise UserError(f"{self.run.folder} has no step of training. Leave it out, or train it first.")
+        return Facts(self.run.config, {}, metrics=metrics)
+
+    @cached_property
+    def flops_per_token(self) -> float:
+        """Of training, counted as for MFU."""
+        made = self.run.finished("tokenizer")
+        shape = self.run.config.model.with_vocabulary(made.counts["vocab_size"])
+        return shape.flops_per_token(self.run.config.train.sequence_length, causal=False)
+
+    @cached_property
+    def settings(self) -> dict[str, object]:
+        """Its settings by dotted name, without those that say where it is."""
+        every = flatten(self.run.config.model_dump(mode="json"))
+        return {key: setting for key, setting in every.items() if key not in OF_THE_RUN}
+
+    @cached_property
+    def tokenizer(self) -> str:
+        """The hash of its tokenizer."""
+        return self.run.finished("tokenizer").digest
+
+    @cached_property
+    def validation_text(self) -> list[str]:
+        """The hashes of the shards of its validation text."""
+        made = self.run.finished("encode")
+        return sorted(record["sha256"] for record in made.outputs if record.get("split") == "validation")
+
+    def series(self, field: str, over: Callable[[Line], float]) -> Series:
+        """The values of a field, where there are many their means over windows. over: the x of a line."""
+        steps = {line["step"]: over(line) for line in self.facts.metrics}
+        points = {steps[step]: number for step, number in self.facts.series(field, self.facts.updates).items()}
+        return replace(curve(points)[-1], name=self.name)
+
+    @property
+    def row(self) -> Record:
+        """Its figures: those of its newest step, and of its evaluation if that is done."""
+        last = self.facts.metrics[-1]
+        results = read_record(self.run.stage_folder("evaluate") / "results.json", Record, "Evaluate the run again.")
+        losses = self.series("loss", itemgetter("step"))
+        return {"name": self.name, "steps": last["step"], "of": self.run.config.train.steps, "tokens": last["tokens"],
+                "flops": last["tokens"] * self.flops_per_token, "train_s": last["train_s"], "loss": losses.y[-1],
+                "exported": value("validation[overall][bits_per_byte]", results or {})}
+
+
+def compare_runs(folders: Sequence[Path], scores: Sequence[Block] = ()) -> ReportDocument:
+    """The page. scores: what was measured on the runs' models.
+
+    Raises:
+        UserError: a folder has no run, or no step of training; all of them are named.
+    """
+    names = [folder.name for folder in folders]
+    runs = list[ComparedRun]()
+    wrong = list[str]()
+    for folder, name in zip(folders, names, strict=True):
+        try:
+            runs.append(ComparedRun(name if names.count(name) == 1 else str(folder), run_in(folder)))
+            _ = runs[-1].facts, runs[-1].flops_per_token, runs[-1].validation_text
+        except UserError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise UserError(listed(wrong))
+    chapters = {"Runs": [runs_table(runs)], "Scores": scores, **curves(runs), "Settings": [settings_table(runs)]}
+    filled = {title: [block for block in blocks if block] for title, blocks in chapters.items()}
+    return ReportDocument(
+        f"{counted(len(runs), 'run')} compared", first([run.name for run in runs]), best(runs), list(notices(runs)),
+        [], [Chapter(title, blocks) for title, blocks in filled.items() if blocks])
+
+
+def best(runs: Sequence[ComparedRun]) -> str:
+    """In a sentence, which run ended with the lowest bits per byte of validation text, or training loss."""
+    rows = [run.row for run in runs]
+    if training := [f"{row['name']} is at step {row['steps']:,} of {row['of']:,}" for row in rows
+                    if row["steps"] < row["of"]]:
+        return f"Not all runs are at the end of their training: {first(training)}."
+    what, field = (("bits per byte of validation text, after export", "exported")
+                   if all(row["exported"] is not None for row in rows) else ("loss at the end of training", "loss"))
+    low, *others = sorted(rows, key=itemgetter(field))
+    next_best = f"; next is {others[0]['name']} with {others[0][field]:.4f}" if others else ""
+    return (f"{low['name']} has the lowest {what}: {low[field]:.4f}{next_best}. Runs that differ only in their seed "
+            f"differ, too.")
+
+
+def notices(runs: Sequence[ComparedRun]) -> Iterator[Notice]:
+    """What makes the curves of the runs no measure of each other."""
+    if any(run.tokenizer != runs[0].tokenizer for run in runs):
+        yield Notice("warning", "The runs have different tokenizers. A loss is per token, so compare bits per byte.")
+    if any(run.validation_text != runs[0].validation_text for run in runs):
+        yield Notice("warning", "The runs have different validation texts or tokens. Measure all on the same text: "
+                                "drover compare RUN RUN --validation RUN.")
+
+
+def runs_table(runs: Sequence[ComparedRun]) -> Table:
+    """A row for each run."""
+    return Table("Runs", {
+        "run": "{name}", "steps": "{steps:,} of {of:,}", "tokens": "{tokens:k}", "FLOPs": "{flops:.3g}",
+        "training": "{train_s:s}", "training loss (nats per token)": "{loss:.4f}",
+        "bits per byte, exported model": "{exported:.4f}"}, [run.row for run in runs])
+
+
+def curves(runs: Sequence[ComparedRun]) -> dict[str, list[Block]]:
+    """The charts by chapter: losses over each measure of what training has used."""
+    longest = max(run.facts.metrics[-1]["train_s"] for run in runs)
+    time = max((unit for unit, seconds in TIMES.items() if longest >= LEAST_UNITS * seconds), key=TIMES.__getitem__,
+               default="seconds of training")
+    measures: dict[str, Callable[[ComparedRun, Line], float]] = {
+        "tokens": lambda run, line: line["tokens"], "steps": lambda run, line: line["step"],
+        "FLOPs": lambda run, line: line["tokens"] * run.flops_per_token,
+        time: lambda run, line: line["train_s"] / TIMES[time]}
+    sources = dict.fromkeys(source for run in runs for source in run.run.config.source_names)
+    charts = {"loss": ("Training loss", "nats per token"), **{
+        f"validation_sample_bpb[{source}]": (f"Validation sample, {source}", "bits per byte") for source in sources}}
+    return {f"Over {'time' if measure == time else measure}": [
+        Lines(title, unit, [run.series(field, partial(over, run)) for run in runs], over=measure)
+        for field, (title, unit) in charts.items()] for measure, over in measures.items()}
+
+
+def settings_table(runs: Sequence[ComparedRun]) -> Table:
+    """The settings in which the runs differ."""
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    differing = {name: [written(run.settings.get(name)) for run in runs] for name in names}
+    differing = {name: texts for name, texts in differing.items() if len(set(texts)) > 1}
+    if len(runs) <= FEW:
+        return Table("Settings that differ", {"setting": "{setting}", **{
+            run.name: f"{{values[{number}]}}" for number, run in enumerate(runs)}},
+            [{"setting": name, "values": texts} for name, texts in differing.items()])
+    return Table("Settings that differ", {"setting": "{setting}", "value": "{value}", "runs": "{runs}"}, [
+        {"setting": name, "value": text, "runs": [run.name for run in runs if written(run.settings.get(name)) == text]}
+        for name, texts in differing.items() for text in dict.fromkeys(texts)])
+
+
+def score_table(rows: Sequence[Record]) -> Table:
+    """What `drover compare` measured: a row for each task, metric and model."""
+    return Table("Scores", {
+        "task": "{task}", "metric": "{metric}", "items": "{n:,}", "model": "{model}", "score": "{value:.4f}",
+        "std. error": "{stderr:.4f}", "chance": "{chance:.4f}", "difference": "{difference:+.4f}", "from": "{low:+.4f}",
+        "to (95%)": "{high:+.4f}"}, rows)

@@ -1,0 +1,78 @@
+"""Several runs on one page."""
+
+import pytest
+
+from drover.pipeline.config.loading import save_config
+from drover.pipeline.config.tree import Config, changed
+from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.reporting.comparison import compare_runs
+from drover.pipeline.reporting.document import Lines, Table
+from drover.pipeline.reporting.render import html
+from tests.data.source_files import write_jsonl
+from tests.reporting.made_up import config
+
+STEPS = 3
+
+
+def write_trained(runs_dir, name, tokenizer="t", steps=STEPS, **settings):
+    """What training of so many steps leaves behind, each with a loss of `train.lr` above the next."""
+    own = changed(config(runs_dir), {"name": name, "runs_dir": str(runs_dir), "train.steps": STEPS,
+                                     **{key.replace("__", "."): value for key, value in settings.items()}})
+    folder = runs_dir / name
+    (folder / "train").mkdir(parents=True)
+    save_config(own, folder / "config.yaml")
+    made = [{"path": "hf", "bytes": 1, "sha256": tokenizer}]
+    Manifest("tokenizer", {}, made, {"vocab_size": 512}, "").write(folder / "tokenizer")
+    Manifest("encode", {}, [], {}, "").write(folder / "encode")
+    write_jsonl(folder / "train/metrics.jsonl", [
+        {"step": step, "tokens": 1000 * step, "loss": 5 - own.train.lr * step, "train_s": 2.0 * step,
+         "validation_sample_bpb": {"prose": 3 - own.train.lr * step}} for step in range(1, steps + 1)])
+    return folder
+
+
+def chapter(document, title):
+    """The blocks of a chapter."""
+    found, = (part.blocks for part in document.chapters if part.title == title)
+    return found
+
+
+def test_curves_of_two_runs_stand_over_what_training_has_used(tmp_path):
+    runs = [write_trained(tmp_path, "slow", train__lr=0.1), write_trained(tmp_path, "fast", train__lr=0.2)]
+    page = compare_runs(runs)
+    loss, validation = chapter(page, "Over tokens")
+    assert [(line.name, list(line.x), list(line.y)) for line in loss.series] == [
+        ("slow", [1000, 2000, 3000], pytest.approx([4.9, 4.8, 4.7])),
+        ("fast", [1000, 2000, 3000], pytest.approx([4.8, 4.6, 4.4]))]
+    assert validation.unit == "bits per byte" and list(validation.series[1].y) == pytest.approx([2.8, 2.6, 2.4])
+    assert list(chapter(page, "Over time")[0].series[0].x) == [2, 4, 6]
+    each, = {x / tokens for x, tokens in zip(chapter(page, "Over FLOPs")[0].series[0].x, loss.series[0].x, strict=True)}
+    shape = Config.model_validate(config(tmp_path)).model.with_vocabulary(512)
+    assert each == shape.flops_per_token(config(tmp_path).train.sequence_length, causal=False)
+    assert page.result.startswith("fast has the lowest loss at the end of training: 4.4000; next is slow with 4.7")
+    assert not page.notices
+
+
+def test_settings_that_differ_have_a_column_for_each_of_few_runs_and_a_row_for_each_value_of_many(tmp_path):
+    few = [write_trained(tmp_path, name, seed=number) for number, name in enumerate("ab")]
+    assert chapter(compare_runs(few), "Settings")[0].columns == {"setting": ["seed"], "a": ["0"], "b": ["1"]}
+    many = [*few, *(write_trained(tmp_path, f"run{number:02}", train__lr=0.1) for number in range(48))]
+    page = compare_runs(many)
+    table = chapter(page, "Settings")[0]
+    assert isinstance(table, Table) and ("seed", "1", "b") in [row for _, row in table.rows]
+    assert all(len(chart.series) == 50 for part in page.chapters for chart in part.blocks if isinstance(chart, Lines))
+    assert html(page).count("<svg") == 8
+
+
+def test_other_tokenizers_and_runs_in_training_are_named(tmp_path):
+    runs = [write_trained(tmp_path, "a"), write_trained(tmp_path, "b", tokenizer="other", steps=1)]
+    page = compare_runs(runs)
+    assert "b is at step 1 of 3" in page.result
+    assert "different tokenizers" in page.notices[0].text
+
+
+def test_every_folder_without_training_is_refused_at_once(tmp_path):
+    runs = [write_trained(tmp_path, "a"), write_trained(tmp_path, "b", steps=0), tmp_path / "none"]
+    with pytest.raises(UserError) as raised:
+        compare_runs(runs)
+    assert str(runs[1]) in str(raised.value) and str(runs[2]) in str(raised.value)
