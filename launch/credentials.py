@@ -1,8 +1,8 @@
 """Secrets that must not be written to files. Others can read a run's configuration, its job scripts and its copy of the
 code.
 
-A setting is judged by its value (tokens of known forms, passwords in URLs) and, where variables are set, by the words
-in the variable's name. No message contains a value.
+A setting is judged by its value (tokens of known forms, passwords in URLs), and a variable of `launch.environment` also
+by its name. No message contains a value.
 """
 
 from __future__ import annotations
@@ -29,22 +29,18 @@ KNOWN = {
 """Forms of values that are secrets whatever their name is."""
 NAMES = frozenset(("APIKEY", "AUTH", "CREDENTIAL", "CREDENTIALS", "KEY", "PASSWD", "PASSWORD", "SECRET", "TOKEN"))
 """What the names of variables end in whose values are secrets."""
-_ASSIGNED = re.compile(r"(?<![\w$])([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;,]*)")
 _HARMLESS = re.compile(r"|[-+]?[0-9][\w.]*|(?i:true|false|yes|no|on|off|none|null)|[~.]?/.*|[$`].*")
 """Nothing, numbers, switches, paths, and shell substitutions."""
-_VARIABLE = re.compile(r"launch\.environment\.(.+)")
 
 
 def credential_problems(config: Config) -> list[str]:
     """Every setting that contains what looks like a secret, with what to do instead."""
     problems = list[str]()
     for key, value in flatten(config.model_dump(mode="json")).items():
-        variable = _VARIABLE.fullmatch(key)
-        text = f"{variable[1]}='{value}'" if variable else str(value)
-        names = _ASSIGNED.findall(text) if key.startswith("launch.") else []
-        named = [name for name, given in names if name not in config.launch.not_secrets and is_secret(name, given)]
-        if what := known_form(text) or ", ".join(named):
-            allowed = f"; if it is no secret, set launch.not_secrets=[{what}]" * (what in named)
+        name = key.removeprefix("launch.environment.")
+        named = name not in (key, *config.launch.not_secrets) and is_secret(name, str(value))
+        if what := known_form(str(value)) or name * named:
+            allowed = f"; if it is no secret, set launch.not_secrets=[{name}]" * (what == name)
             problems.append(
                 f"{key} contains what looks like a secret ({what}), and would be written to files. Set the variable in "
                 f"the shell that submits (`export NAME=...`) and put only its name into launch.secrets; or write it "
@@ -54,7 +50,7 @@ def credential_problems(config: Config) -> list[str]:
 
 def is_secret(name: str, value: str) -> bool:
     """Whether a variable is a secret by its name, unless its value shows that it is none."""
-    return name.upper().rpartition("_")[2] in NAMES and not _HARMLESS.fullmatch(value.strip("\"'"))
+    return name.upper().rpartition("_")[2] in NAMES and not _HARMLESS.fullmatch(value)
 
 
 def known_form(text: str) -> str:

@@ -145,7 +145,7 @@ class LaunchConfig(Resources):
     """Names of environment variables that the jobs need from your shell (`[HF_TOKEN]`). Slurm passes their values on;
     Drover writes them nowhere. A missing one is refused."""
     not_secrets: list[str] = []
-    """Names of variables in `environment` or in commands that look like secrets and are none."""
+    """Names of variables in `environment` that look like secrets and are none."""
     python: LocalPath | None = None
     """Python of the jobs; null: the one that submits. If `wrap` starts a container, give the Python inside."""
     runner_python: LocalPath | None = None
