@@ -27,6 +27,6 @@ class Impostor:
         pass
 
 
-SGD = OptimizerKind(f"{__name__}:sgd", 4, 4, settings={"momentum": 0.9})
-RADAM = OptimizerKind(f"{__name__}:radam", 8, 8)
-IMPOSTOR = OptimizerKind(f"{__name__}:Impostor", 0, 0)
+SGD = OptimizerKind(f"{__name__}:sgd", settings={"momentum": 0.9})
+RADAM = OptimizerKind(f"{__name__}:radam")
+IMPOSTOR = OptimizerKind(f"{__name__}:Impostor")
