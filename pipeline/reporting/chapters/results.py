@@ -105,7 +105,7 @@ def scores(facts: Facts) -> Iterator[Block]:
     yield Table("Scores of checkpoints", {
         "step": "{step:,}", "tokens": "{tokens:,}", "training FLOPs": "{flops:.2e}",
         "bits per byte": "{validation[overall][bits_per_byte]:.4f}", "tasks": "{scores}"},
-        [{**row, "scores": score_texts(row["tasks"])} for row in spread(rows, MOST_ROWS)],
+        [{**row, "scores": "; ".join(score_texts(row["tasks"]))} for row in spread(rows, MOST_ROWS)],
         "± and bands are standard errors; train/scores has all scores.")
 
 
