@@ -22,7 +22,7 @@ if __package__ in (None, ""):  # run as a script: find the packages, and let no 
 from drover.pipeline.core.console import Watch, counted, watch_of
 from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.core.files import Ledger, output_record, sha256_json, write_json
-from drover.pipeline.evaluation.selection import chosen_tasks
+from drover.pipeline.evaluation.selection import chosen_tasks, selected
 from drover.pipeline.evaluation.tasks import go_offline
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ def evaluate(work: Work) -> None:
     go_offline()  # before anything imports the libraries that look for it
     from drover.pipeline.contract.workers import TASKS
     from drover.pipeline.data.token_shards import ShardTable
-    from drover.pipeline.evaluation.results import as_json, figures, summary, validation_results
+    from drover.pipeline.evaluation.aggregates import aggregated
+    from drover.pipeline.evaluation.results import as_json, figures, rounded, summary, validation_results
     from drover.pipeline.evaluation.validation import compare
     from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
     from drover.pipeline.records.checkpoints import step_of
@@ -139,7 +140,7 @@ def evaluate(work: Work) -> None:
         _refuse_changed_inputs(ranks, inputs, cached)
         if ranks.is_rank_zero:
             results = as_json(work.config, opened.config, validation_results(validation, compared), tasks,
-                              continuations)
+                              continuations) | rounded(aggregated(selected(work.config), tasks))
             write_json(work.folder / "results.json", results)
             for line in summary(results):
                 work.say(line)

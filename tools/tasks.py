@@ -17,7 +17,7 @@ import shutil
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from drover.pipeline.core.console import Parser, Program, add_json, draw, echo, 
 from drover.pipeline.core.errors import UserError, listed, require
 from drover.pipeline.core.files import output_record, write_sealed
 from drover.pipeline.evaluation.fetched import FORMAT, RECORD, FetchedData, TaskFacts, read_fetched
-from drover.pipeline.evaluation.selection import Selection, add_task_places
+from drover.pipeline.evaluation.selection import Selection, add_task_places, suite_files
 from drover.pipeline.evaluation.tasks import TaskFile, go_offline
 from drover.pipeline.storage.model_hub import CARDS, download_dataset
 
@@ -58,7 +58,17 @@ def work(options: argparse.Namespace) -> None:
         print(json.dumps(rows, ensure_ascii=False))
     else:
         draw(table([HEADING, *([str(row[name] if row[name] is not None else "") for name in HEADING]
-                               for row in rows)], ("items", "chance")) if rows else f"{options.data} has no data sets.")
+                               for row in rows)], ("items", "chance")) if rows else f"{options.data} has no data sets.",
+             *(() if options.names else suite_lines(options)))
+
+
+def suite_lines(options: argparse.Namespace) -> Iterator[str]:
+    """How much of each suite was fetched."""
+    for name in suite_files():
+        tasks = Selection(options.task_folders, options.data, name).add([name]).tasks.values()
+        fetched = sum(task.fetched is not None for task in tasks)
+        command = f" (drover tasks fetch {name})" * (fetched < len(tasks))
+        yield f"{name}: {fetched} of {len(tasks)} tasks fetched{command}"
 
 
 def row_of(task: TaskFile) -> dict[str, Any]:
@@ -157,7 +167,9 @@ def record_dataset(dataset: str, tasks: Sequence[TaskFile], folder: Path, data: 
     trim_card(folder / "README.md", {name or DEFAULT for name in (*configurations, *added)})
     for name in added:
         try:
-            splits = datasets.load_dataset_builder(str(folder), name or None).config.data_files or {}
+            with tempfile.TemporaryDirectory() as cache:
+                builder = datasets.load_dataset_builder(str(folder), name or None, cache_dir=cache)
+            splits = builder.config.data_files or {}
         except Exception as error:  # the library raises many kinds
             raise UserError(f"The data set {dataset} cannot be read{f' ({name})' if name else ''}: "
                             f"{' '.join(str(error).split())[:300]}. If it consists of Python code, Drover does not "

@@ -30,11 +30,13 @@ class PerItem(TypedDict):
 
 
 class ItemResults(TypedDict):
-    """chance: the expected accuracy of guessing; None without choices. answer_bits_per_byte: of the right answers.
-    items_without_right_choice: their numbers, from 1; the harness counts them as wrong."""
+    """chance: the expected accuracy of guessing; None without choices. answer_bits_per_byte: of the right answers;
+    answer_bits_stderr: its standard error. items_without_right_choice: their numbers, from 1; the harness counts them
+    as wrong."""
 
     chance: float | None
     answer_bits_per_byte: float | None
+    answer_bits_stderr: NotRequired[float | None]
     items_without_right_choice: list[int]
     per_item: PerItem
 
@@ -74,10 +76,12 @@ def item_results(task: Any, samples: Sequence[Mapping[str, Any]]) -> ItemResults
     answers = [_answer(task, document) for document in documents] if task.OUTPUT_TYPE in ANSWERED else []
     chances = [chance for chance, _ in answers if chance is not None]
     right = [answer for _, answer in answers]
+    answered: Score = {"value": None, "stderr": None}
     if any(right):
         metrics[ANSWER_BITS] = right
+        answered = scored(right)
     return {"chance": math.fsum(chances) / len(chances) if chances else None,
-            "answer_bits_per_byte": scored(right)["value"] if any(right) else None,
+            "answer_bits_per_byte": answered["value"], "answer_bits_stderr": answered["stderr"],
             "items_without_right_choice": [
                 documents[place]["doc_id"] + 1 for place, answer in enumerate(right) if answer is None],
             "per_item": {"hashes": [document["doc_hash"][:16] for document in documents],

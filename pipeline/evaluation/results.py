@@ -45,6 +45,8 @@ DEFINITIONS = {
                      "its words in a row) occur in a training document; clean items are the others; an item of fewer "
                      "than 5 words is too short to classify; a character of Chinese or Japanese counts as a word, "
                      "three of Thai, Lao, Khmer or Burmese as one",
+    "suites": "mean over the members; centred: of (score - chance) / (1 - chance), with the suite's chance levels; "
+              "standard error: of independent scores",
     "answer_bits_per_byte": "the model's bits per UTF-8 byte of the right choices: smoother than accuracy",
 }
 
@@ -116,7 +118,8 @@ def figures(results: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
     entries = {"": results["validation"]["overall"], **(sources if len(sources) > 1 else {})}
     return {"validation_text_bpb": {name: entry["bits_per_byte"] for name, entry in entries.items()},
             "task_scores": {f"{name}/{metric}": entry["value"] for name, task in results["tasks"].items()
-                            for metric, entry in task["metrics"].items()}}
+                            for metric, entry in task["metrics"].items()}
+            | {f"{name}/score": suite["value"] for name, suite in results.get("suites", {}).items()}}
 
 
 def summary(results: Mapping[str, Any]) -> Iterator[str]:
@@ -132,13 +135,33 @@ def summary(results: Mapping[str, Any]) -> Iterator[str]:
     for name, task in results["tasks"].items():
         metrics = _metrics_text(task["metrics"])
         chance = "" if task["chance"] is None else f" (chance {task['chance']:.3f})"
-        yield f"{name}: {metrics}{chance} on {task['items']} items"
+        yield f"{name}: {metrics}{chance}{answer_text(task)} on {task['items']} items"
         if found := task.get("contamination"):
             clean = found["clean"]
             yield (f"{name}: of {counted(task['items'], 'item')}, in the training text: {found['dirty']['items']:,}, "
                    f"too short to judge: {found['too_short']:,}, not in it: {clean['items']:,} "
                    f"({_metrics_text(clean['metrics']) or 'no score'})")
+    for name, group in results.get("groups", {}).items():
+        chance = "" if group["chance"] is None else f" (chance {group['chance']:.3f})"
+        yield f"{name}: {_metrics_text(group['metrics'])}{chance} on {counted(len(group['tasks']), 'task')}"
+    for name, suite in results.get("suites", {}).items():
+        yield f"{name}: {suite_text(suite)}"
     yield from doubts(results["tasks"])
+
+
+def answer_text(result: Mapping[str, Any]) -> str:
+    """The bits of right answers of a task, as a part of a line; "" if it has none."""
+    bits = result["answer_bits_per_byte"]
+    score: Score = {"value": bits, "stderr": result.get("answer_bits_stderr")}
+    return "" if bits is None else f", answers {metric_text(score)} bits per byte"
+
+
+def suite_text(suite: Mapping[str, Any]) -> str:
+    """A suite's score in a line."""
+    chance = "" if suite["chance"] is None else f", chance {suite['chance']:.3f}"
+    lacking = f"; not measured: {', '.join(suite['lacking'])}" if suite["lacking"] else ""
+    return (f"{metric_text({'value': suite['value'], 'stderr': suite['stderr']})} (mean of {len(suite['members'])} of "
+            f"{suite['of']} tasks{', chance subtracted' * suite['centred']}{chance}{lacking}){answer_text(suite)}")
 
 
 def score_texts(tasks: Mapping[str, Any]) -> list[str]:

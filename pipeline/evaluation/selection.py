@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from drover.pipeline.core.errors import REPOSITORY, UserError, meant
 from drover.pipeline.evaluation.harness_names import harness_names
 from drover.pipeline.evaluation.tasks import TaskFile, find_tasks, read_settings
@@ -34,6 +36,27 @@ class TaskGroup:
     aggregated: Sequence[Mapping[str, Any]]
 
 
+@dataclass(frozen=True)
+class SuiteMember:
+    """A task or group of a suite: its metric that counts, and its chance level; None for that of its items."""
+
+    name: str
+    tasks: tuple[str, ...]
+    metric: str
+    chance: float | None
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Several tasks with one score. lacking: tasks that the suite's authors have and the harness has not, with the
+    reason. centred: chance counts as 0."""
+
+    name: str
+    members: tuple[SuiteMember, ...]
+    lacking: Mapping[str, str]
+    centred: bool
+
+
 class Selection:
     """What names mean.
 
@@ -45,6 +68,7 @@ class Selection:
     Attributes:
         tasks: the chosen tasks by name, in the order of the names.
         groups: the chosen groups of the harness, each before the groups in it.
+        suites: the chosen suites.
         by_name: by each of the names, the names of its tasks.
     """
 
@@ -53,22 +77,20 @@ class Selection:
         self.folders, self.data, self.where = folders, data, where
         self.tasks = dict[str, TaskFile]()
         self.groups = dict[str, TaskGroup]()
+        self.suites = dict[str, Suite]()
         self.by_name = dict[str, list[str]]()
 
     def add(self, names: Iterable[str]) -> Selection:
         """This, with the tasks of further names. UserError for unknown ones, or if a task cannot be used."""
         unknown = list[str]()
         for name in names:
-            shots = SHOTS.fullmatch(name)
-            if self._is_known(name):
-                self.by_name[name] = self._add(name, {}, "")
-            elif shots and self._is_known(shots[1]):
-                self.by_name[name] = self._add(shots[1], {"num_fewshot": int(shots[2])}, "")
-            else:
+            if (leaves := self._named(name, {}, "")) is None:
                 unknown.append(name)
+            else:
+                self.by_name[name] = leaves
         if unknown:
             own = f"those in {' and '.join(map(str, self.folders))} are {', '.join(sorted(self.own)) or 'none'}; "
-            close = meant(unknown[0], [*self.own, *harness_names()])
+            close = meant(unknown[0], [*self.own, *suite_files(), *harness_names()])
             raise UserError(f"{self.where} names {', '.join(unknown)}, but there is no such task: {own}"
                             f"{close or 'drover tasks list shows the suites and what was fetched.'}")
         return self
@@ -84,6 +106,29 @@ class Selection:
                             f"download nothing. Where there is a network, give: drover tasks fetch "
                             f"{' '.join(missing)}{places}")
         return self
+
+    def _named(self, name: str, overrides: Mapping[str, Any], owner: str) -> list[str] | None:
+        """As `_add`, for names with a number of examples and suites, too; None for an unknown name."""
+        shots = SHOTS.fullmatch(name)
+        if self._is_known(name):
+            return self._add(name, overrides, owner)
+        if name in suite_files():
+            return self._add_suite(name)
+        if shots and self._is_known(shots[1]):
+            return self._add(shots[1], {**overrides, "num_fewshot": int(shots[2])}, owner)
+        return None
+
+    def _add_suite(self, name: str) -> list[str]:
+        settings = yaml.safe_load(suite_files()[name].read_text(encoding="utf-8"))
+        members = list[SuiteMember]()
+        for entry in settings["members"]:
+            leaves = self._named(entry["task"], entry.get("settings", {}), name)
+            if leaves is None:
+                raise UserError(f"The suite {name} has the task {entry['task']}, which the installed lm_eval does not "
+                                f"have. Install a version that pyproject.toml allows.")
+            members.append(SuiteMember(entry["task"], tuple(leaves), entry["metric"], entry.get("chance")))
+        self.suites[name] = Suite(name, tuple(members), settings["lacking"], settings["centred"])
+        return [leaf for member in members for leaf in member.tasks]
 
     def _is_known(self, name: str) -> bool:
         return name in self.own or name in harness_names()
@@ -130,6 +175,11 @@ class Selection:
         if self.tasks.setdefault(name, taken) != taken:
             raise UserError(f"{self.where} means two different tasks by {name}. Name one of them.")
         return name
+
+
+def suite_files() -> dict[str, Path]:
+    """The YAML file of each suite by its name."""
+    return {path.stem: path for path in sorted((REPOSITORY / "configs/suites").glob("*.yaml"))}
 
 
 DATA = "task_data"

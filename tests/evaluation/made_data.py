@@ -37,13 +37,6 @@ def of_winograd(pick):
             "quote_loc": 0, "options": ["The cat", "The dog"], "label": pick.randrange(2), "source": ""}
 
 
-def of_coqa(pick):
-    answers = {"input_text": several(pick, 2), "turn_id": [1, 2]}
-    return {"source": "made", "story": text(pick, 9, 12), "questions": {
-        "input_text": [f"{text(pick)}?", f"{text(pick)}?"], "turn_id": [1, 2]}, "answers": answers,
-        "additional_answers": {"0": {"input_text": several(pick, 2), "turn_id": [1, 2]}}}
-
-
 ARC = ("train validation test", lambda pick: {"id": "x", "question": f"What is {text(pick)}?",
                                              "choices": lettered(pick, 4), "answerKey": pick.choice("ABCD")})
 MMLU = ("test validation dev", lambda pick: {"question": f"What is {text(pick)}?", "subject": "made",
@@ -74,7 +67,6 @@ KINDS = {
         "answer": pick.choice("12")})},
     "hails/agieval-lsat-ar": {"": ("test", lambda pick: {
         "query": f"{text(pick)}?", "choices": several(pick, 5), "gold": [pick.randrange(5)]})},
-    "EleutherAI/coqa": {"": ("train validation", of_coqa)},
     "lighteval/siqa": {"": ("train validation", lambda pick: {
         "context": text(pick), "question": f"Why {text(pick)}?", **dict(zip(
             ("answerA", "answerB", "answerC"), several(pick, 3), strict=True)), "label": pick.choice("123")})},

@@ -1,6 +1,7 @@
 """The harness's own tasks by name: what names mean, what is fetched and refused, and figures that equal hf's."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -16,11 +17,12 @@ from lm_eval.tasks import TaskManager
 
 from drover.pipeline.core.console import readable
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.evaluation.aggregates import aggregated
 from drover.pipeline.evaluation.harness import HarnessModel, measure_task
 from drover.pipeline.evaluation.harness_names import harness_names
 from drover.pipeline.evaluation.selection import Selection
 from drover.tools.tasks import main
-from tests.evaluation.made_data import KINDS, push, write_dataset
+from tests.evaluation.made_data import KINDS, MMLU, push, write_dataset
 from tests.evaluation.test_harness import VOCABULARY, opened
 from tests.hub_server import hub  # noqa: F401 - a fixture
 from tests.refusal import refused
@@ -103,7 +105,8 @@ def test_the_list_shows_what_is_there(hub, tmp_path, capsys):  # noqa: F811
         {"task": "hellaswag", "metrics": "", "items": None, "chance": None, "size": "not fetched",
          "data set": "Rowan/hellaswag"}]
     assert main(["list", "--data", str(tmp_path / "data")]) == 0
-    assert "piqa" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "piqa" in said and "core: 1 of 19 tasks fetched (drover tasks fetch core)" in said
 
 
 def test_what_cannot_be_fetched_is_named_and_the_others_are_there(hub, tmp_path, capsys):  # noqa: F811
@@ -157,7 +160,8 @@ def figures_equal_hf(names, data, export, made):
     own.mkdir(exist_ok=True)
     for name, task in selection.tasks.items():
         (own / f"{name}.yaml").write_text(yaml.safe_dump({
-            "include": str(task.path), **task.overrides, "task": name, "dataset_path": str(made / task.dataset)}))
+            "include": str(task.path), **task.overrides, "task": name, "dataset_path": str(made / task.dataset),
+            "dataset_kwargs": {"cache_dir": str(made.parent / "cache")}}))  # whose key is not the content
     theirs = simple_evaluate(
         model="hf", tasks=[*selection.tasks], device="cpu", bootstrap_iters=20, log_samples=False,
         task_manager=TaskManager(include_path=str(own), include_defaults=False),
@@ -176,3 +180,48 @@ def test_one_task_of_each_output_type_equals_hf(hub, tmp_path, export):  # noqa:
     push(hub, tmp_path / "made", "Rowan/hellaswag", "allenai/ai2_arc", "EleutherAI/lambada_openai", "hails/bigbench")
     assert fetch(tmp_path / "data", *names) == 0
     figures_equal_hf(names, tmp_path / "data", export, tmp_path / "made")
+
+
+SUITES = {"core": 19, "olmes": 10}
+
+
+@pytest.mark.slow
+def test_every_task_of_the_suites_equals_hf(hub, tmp_path, export, monkeypatch):  # noqa: F811
+    suites = chosen(tmp_path / "data", *SUITES)
+    subjects = {task.configuration: MMLU for task in suites.tasks.values() if task.dataset == "cais/mmlu"}
+    monkeypatch.setitem(KINDS, "cais/mmlu", subjects)
+    push(hub, tmp_path / "made", *KINDS.keys() - {"cais/mmlu"}, items=12)
+    push(hub, tmp_path / "made", "cais/mmlu", items=6)
+    assert fetch(tmp_path / "data", *SUITES) == 0
+    assert len(suites.tasks) == 28 + 57 and len(subjects) == 57
+    figures_equal_hf(SUITES, tmp_path / "data", export, tmp_path / "made")
+
+
+def result_of(metrics, items=10, chance=0.25):
+    return {"metrics": {name: {"value": value, "stderr": error} for name, (value, error) in metrics.items()},
+            "items": items, "chance": chance, "answer_bits_per_byte": 2.0}
+
+
+def test_a_groups_score_is_the_harnesss_and_a_suites_the_centred_mean(tmp_path):
+    selection = chosen(tmp_path, "mmlu_stem", "core", "olmes")
+    assert {name: len(suite.members) for name, suite in selection.suites.items()} == SUITES
+    metrics = dict.fromkeys(("acc", "acc_norm", "acc_mutual_info", "exact_match", "em"), (0.5, 0.1))
+    tasks = {name: result_of(metrics) for name in selection.tasks}
+    stem = selection.groups["mmlu_stem"].tasks
+    tasks[stem[0]] = result_of({"acc": (0.9, 0.2)}, items=100)
+    made = aggregated(selection, tasks)
+    acc = made["groups"]["mmlu_stem"]["metrics"]["acc"]
+    assert acc["value"] == pytest.approx((0.9 * 100 + 0.5 * 10 * 18) / 280)
+    variance = (99 * 0.2**2 * 100 + 18 * 9 * 0.1**2 * 10) / (280 - 19)
+    assert acc["stderr"] == pytest.approx(math.sqrt(variance / 280))
+    chances = [member.chance for member in selection.suites["core"].members]
+    core = made["suites"]["core"]
+    assert core["value"] == pytest.approx(sum((0.5 - chance) / (1 - chance) for chance in chances) / 19)
+    assert core["stderr"] == pytest.approx(math.hypot(*(0.1 / (1 - chance) for chance in chances)) / 19)
+    assert core["of"] == 22 and core["lacking"].keys() == {"jeopardy", "coqa", "squad"}
+    assert core["answer_bits_per_byte"] == 2
+    olmes = made["suites"]["olmes"]
+    assert olmes["value"] == pytest.approx(0.5) and olmes["of"] == 10 and olmes["chance"] == pytest.approx(0.25)
+    assert olmes["members"]["mmlu_continuation_5shot"]["stderr"] == pytest.approx(0.1 / math.sqrt(57))
+    tasks["copa_0shot"] = result_of({})
+    assert aggregated(selection, tasks)["suites"]["core"]["value"] is None, "a member without a value is not left out"

@@ -2,18 +2,23 @@
 
 import gzip
 import lzma
+import re
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from drover.launch.plan import Options, plan
+from drover.launch.submit import run as launched
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.entry import INTERRUPTED
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.core.files import read_json
+from drover.tools.tasks import main as fetch_tasks
 from tests.conftest import run_stage, slow
+from tests.evaluation.made_data import KINDS, push
+from tests.hub_server import hub  # noqa: F401 - a fixture
 from tests.stages.here import run_here
 from tests.stages.small_run import item, kept_parts, write_task
 from tests.stages.test_shard import documents
@@ -191,3 +196,42 @@ def test_a_kill_costs_the_task_that_it_hit_and_other_code_all_and_another_task_i
     (tmp_path / "one.jsonl").write_text((tmp_path / "two.jsonl").read_text())
     assert "input file one/one.jsonl has other content" in tasks("one", expect=2).err
     assert read_manifest(tmp_path / "copy/evaluate").fingerprint["config"]["evaluate"]["tasks"] == ["two", "one"]
+
+
+def test_the_harnesss_own_tasks_are_measured_from_fetched_data_only(run, copied, results, hub, tmp_path, capsys):  # noqa: F811
+    """Refused before a stage starts, with the command; then as any other task, and the manifest has the hashes."""
+    data = tmp_path / "task_data"
+    chosen = [*copied, "evaluate.tasks=[piqa_2shot, words]", f"evaluate.task_data={data}"]
+    command = f"drover tasks fetch piqa_2shot --data {data}"
+    assert launched([str(copied[0]), *chosen[1:], "--stage", "evaluate", "--cluster", "local"]) == 2
+    assert command in capsys.readouterr().err
+    assert command in run("evaluate", *chosen, expect=2).err
+    commit, = push(hub, tmp_path / "made", "baber/piqa").values()
+    assert fetch_tasks(["fetch", "piqa_2shot", "--data", str(data)]) == 0
+    run("evaluate", *chosen)
+    piqa = results()["tasks"]["piqa_2shot"]
+    assert piqa["data"] == f"baber/piqa@{commit}" and piqa["few_shot"] == 2 and piqa["items"] == 8
+    assert piqa["metrics"]["acc"]["stderr"] is not None and piqa["answer_bits_stderr"] > 0 and piqa["chance"] == 0.5
+    files = read_manifest(tmp_path / "copy/evaluate").fingerprint["files"]
+    assert "piqa_2shot/baber/piqa/data/validation.jsonl" in files
+    run("report", *chosen)
+    assert f"baber/piqa@{commit}" in (tmp_path / "copy/report/report.html").read_text()
+    changed = data / "baber/piqa" / commit / "data/validation.jsonl"
+    changed.write_text(changed.read_text().replace("1", "0", 1))
+    assert "is not what was written" in run("evaluate", *chosen, "--force", expect=2).err
+
+
+@pytest.mark.slow
+def test_a_suite_has_one_score(run, copied, results, hub, tmp_path):  # noqa: F811
+    data = tmp_path / "task_data"
+    push(hub, tmp_path / "made", *KINDS, items=12)
+    assert fetch_tasks(["fetch", "core", "--data", str(data)]) == 0
+    chosen = [*copied, "evaluate.tasks=[core]", f"evaluate.task_data={data}", "evaluate.bootstrap_iters=20",
+              "evaluate.task_limit=4"]
+    output = run("evaluate", *chosen).out
+    assert re.search(r"core: -?0\.\d+ ± 0\.\d+ \(mean of 19 of 22 tasks, chance subtracted, chance 0\.000; "
+                     r"not measured: jeopardy, coqa, squad\), answers \d", output)
+    suite = results()["suites"]["core"]
+    assert len(suite["members"]) == 19 and suite["value"] < 0.5 and suite["stderr"] > 0
+    run("report", *chosen)
+    assert "19 of 22" in (tmp_path / "copy/report/report.html").read_text()

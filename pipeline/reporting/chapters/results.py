@@ -62,13 +62,24 @@ def tasks(facts: Facts) -> Iterator[Block]:
         "task": "{name}", "version": "{version}", "metric": "{metric}", "value": "{value:.3f}",
         "std. error": "{stderr:.3f}", "chance": "{guessing:.3f}", "items": "{items:,}",
         "items in the file": "{items_in_file:,}", "few-shot": "{few_shot:n}",
-        "answer bits per byte": "{answer_bits_per_byte:.3f}", "data set": "{data}"}, [
+        "answer bits per byte": "{answer_bits_per_byte:.3f}", "std. error of bits": "{answer_bits_stderr:.3f}",
+        "data set": "{data}"}, [
         # Chance is the share of right choices in blind guessing: a baseline of accuracies, not of other metrics.
         {**task, **entry, "name": name, "metric": metric,
          "guessing": task.get("chance") if metric.startswith("acc") else None}
         for name, task in result.items() for metric, entry in task["metrics"].items()],
         filled("Metrics are those of lm_eval {versions[lm_eval]}. Answer bits per byte: the model's bits per byte of "
                "the right answers, smoother than accuracy.", facts.results))
+    yield Table("Groups and suites", {
+        "name": "{name}", "metric": "{metric}", "value": "{value:.3f}", "std. error": "{stderr:.3f}",
+        "chance": "{chance:.3f}", "centred": "{centred:.3f}", "tasks": "{of}"}, [
+        *({**group, **entry, "name": name, "metric": metric, "of": len(group["tasks"])}
+          for name, group in facts.results.get("groups", {}).items() for metric, entry in group["metrics"].items()),
+        *(row for name, suite in facts.results.get("suites", {}).items() for row in (
+            {**suite, "name": name, "metric": "mean", "centred": suite["value"] if suite["centred"] else None,
+             "value": None if suite["centred"] else suite["value"], "of": f"{len(suite['members'])} of {suite['of']}"},
+            *({**member, "name": f"{name}: {task}"} for task, member in suite["members"].items())))],
+        filled("Suites: {definitions[suites]}.", facts.results))
     yield Table("Contamination", {"task": "{task}", "items": "{which}", "number": "{items:,}", "scores": "{scores}"}, [
         {"task": name, "which": which, **part, "scores": {
             metric: metric_text(entry) for metric, entry in part["metrics"].items()}}
