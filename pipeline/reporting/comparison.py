@@ -1,5 +1,5 @@
-"""Several runs on one page: their curves over tokens, steps, FLOPs and time, the settings in which they differ, and the
-scores that were measured together."""
+"""Several runs on one page: their curves over tokens, steps, FLOPs and time, the settings in which they differ, the
+scores that were measured together, and those of checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.core.console import counted, first
 from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.core.files import Record, read_record
+from drover.pipeline.evaluation.checkpoint_scores import read_scores
 from drover.pipeline.records.metrics import Line, RunFacts
+from drover.pipeline.reporting.chapters.results import score_curves, score_series
 from drover.pipeline.reporting.chapters.training import curve
 from drover.pipeline.reporting.document import (
     Block,
@@ -25,6 +27,7 @@ from drover.pipeline.reporting.document import (
     Series,
     Table,
     value,
+    words,
     written,
 )
 from drover.pipeline.reporting.facts import Facts
@@ -51,7 +54,8 @@ class ComparedRun:
         metrics = RunFacts(self.run.stage_folder("train").parent).steps
         if not metrics:
             raise UserError(f"{self.run.folder} has no step of training. Leave it out, or train it first.")
-        return Facts(self.run.config, {}, metrics=metrics)
+        scores = [one for one in read_scores(self.run.stage_folder("train")) if one.step <= metrics[-1]["step"]]
+        return Facts(self.run.config, {}, metrics=metrics, scores=scores)
 
     @cached_property
     def flops_per_token(self) -> float:
@@ -111,7 +115,8 @@ def compare_runs(folders: Sequence[Path], scores: Sequence[Block] = ()) -> Repor
             wrong.append(str(error))
     if wrong:
         raise UserError(listed(wrong))
-    chapters = {"Runs": [runs_table(runs)], "Scores": scores, **curves(runs), "Settings": [settings_table(runs)]}
+    chapters = {"Runs": [runs_table(runs)], "Scores": scores, "Scores while training": score_charts(runs),
+                **curves(runs), "Settings": [settings_table(runs)]}
     filled = {title: [block for block in blocks if block] for title, blocks in chapters.items()}
     return ReportDocument(
         f"{counted(len(runs), 'run')} compared", first([run.name for run in runs]), best(runs), list(notices(runs)),
@@ -164,6 +169,15 @@ def curves(runs: Sequence[ComparedRun]) -> dict[str, list[Block]]:
     return {f"Over {'time' if measure == time else measure}": [
         Lines(title, unit, [run.series(field, partial(over, run)) for run in runs], over=measure)
         for field, (title, unit) in charts.items()] for measure, over in measures.items()}
+
+
+def score_charts(runs: Sequence[ComparedRun]) -> list[Block]:
+    """The scores of checkpoints, a chart for each task and metric that some run has."""
+    of_runs = {run.name: score_curves([*map(vars, run.facts.scores)]) for run in runs}
+    return [Lines(f"{name}, {words(metric)}", "", [score_series(run, own[name, metric])
+                                                   for run, own in of_runs.items() if (name, metric) in own],
+                  "Bands are standard errors.", over="tokens")
+            for name, metric in dict.fromkeys(key for own in of_runs.values() for key in own)]
 
 
 def settings_table(runs: Sequence[ComparedRun]) -> Table:

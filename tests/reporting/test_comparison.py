@@ -6,8 +6,10 @@ from drover.pipeline.config.loading import save_config
 from drover.pipeline.config.tree import Config, changed
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import write_json
+from drover.pipeline.evaluation.checkpoint_scores import CheckpointScores, scores_path
 from drover.pipeline.reporting.comparison import compare_runs
-from drover.pipeline.reporting.document import Lines, Table
+from drover.pipeline.reporting.document import Lines, Series, Table
 from drover.pipeline.reporting.render import html
 from tests.data.source_files import write_jsonl
 from tests.reporting.made_up import config
@@ -76,3 +78,15 @@ def test_every_folder_without_training_is_refused_at_once(tmp_path):
     with pytest.raises(UserError) as raised:
         compare_runs(runs)
     assert str(runs[1]) in str(raised.value) and str(runs[2]) in str(raised.value)
+
+
+def test_scores_of_checkpoints_stand_over_tokens(tmp_path):
+    """Of the runs that have some."""
+    runs = [write_trained(tmp_path, name) for name in ("scored", "unscored")]
+    task = {"metrics": {"acc": {"value": 0.5, "stderr": 0.1}}, "chance": 0.25, "answer_bits_per_byte": None}
+    for step in (2, STEPS + 1):
+        write_json(scores_path(runs[0] / "train", step), vars(CheckpointScores(
+            step, "", 1000 * step, None, {"overall": {"bits_per_byte": 2.5}}, {"lines": task})))
+    text, lines = chapter(compare_runs(runs), "Scores while training")
+    assert text.series == [Series("scored", (2000,), (2.5,), errors=(0.0,))] and text.over == "tokens"
+    assert lines.series == [Series("scored", (2000,), (0.5,), errors=(0.1,))] and lines.title == "lines, acc"

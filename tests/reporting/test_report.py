@@ -95,10 +95,10 @@ def test_scores_of_checkpoints_are_curves_over_tokens_that_end_at_the_finished_m
               for part in chapter.blocks if isinstance(part, Lines)}
     final = facts.results["tasks"]["python_line"]
     chance, line = charts["python_line, acc"].series
-    assert line.x == [1638400, facts.counts("train")["tokens"]] == chance.x and chance.faint
+    assert line.x == (1638400, facts.counts("train")["tokens"]) == chance.x and chance.faint
     assert [*zip(line.y, line.errors, strict=True)] == [(0.4, 0.02), tuple(final["metrics"]["acc"].values())]
     assert charts["validation text, bits per byte"].series[0].y[0] == 2.5
-    assert charts["python_line, answer bits per byte"].series[0].y == [final["answer_bits_per_byte"]]
+    assert charts["python_line, answer bits per byte"].series[0].y == (final["answer_bits_per_byte"],)
     assert "| 200 | 1,638,400 | 4.00e+14 | 2.5000 | python_line acc 0.400 ± 0.020 |" in markdown(document)
 
 

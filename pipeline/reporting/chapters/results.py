@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 from drover.pipeline.core.files import Record
 from drover.pipeline.evaluation.items import ANSWER_BITS, BITS
@@ -96,28 +97,41 @@ def scores(facts: Facts) -> Iterator[Block]:
     rows = [vars(scores) for scores in facts.scores]
     if facts.results and rows[-1]["step"] < counts["steps"]:
         rows.append({**facts.results, "step": counts["steps"], "tokens": counts["tokens"]})
-    curves = dict[tuple[str, str], list[tuple[float, Record, float | None]]]()
-    for row in rows:
-        entries = [(("validation text", BITS), {"value": row["validation"]["overall"][BITS]}, None)]
-        for name, task in row["tasks"].items():
-            entries += [((name, metric), entry, task["chance"] if metric.startswith("acc") else None)
-                        for metric, entry in {**task["metrics"], ANSWER_BITS: {"value": task[ANSWER_BITS]}}.items()]
-        for key, entry, chance in entries:
-            if entry["value"] is not None:
-                curves.setdefault(key, []).append((row["tokens"], entry, chance))
-    for (name, metric), points in curves.items():
-        x = [tokens for tokens, *_ in points]
-        chance = points[0][2]
-        yield Lines(f"{name}, {words(metric)}", "", [
-            *([] if chance is None else [Series("by chance", x, [chance] * len(x), faint=True)]),
-            Series("score ± standard error", x, [entry["value"] for _, entry, _ in points],
-                   errors=[entry.get("stderr") or 0.0 for _, entry, _ in points])],
-            from_zero=chance is not None, over="tokens")
+    for (name, metric), points in score_curves(rows).items():
+        chances = [chance for _, _, _, chance in points if chance is not None]
+        line = score_series("score ± standard error", points)
+        by_chance = [Series("by chance", line.x, chances, faint=True)] if len(chances) == len(points) else []
+        yield Lines(f"{name}, {words(metric)}", "", [*by_chance, line], from_zero=bool(by_chance), over="tokens")
     yield Table("Scores of checkpoints", {
         "step": "{step:,}", "tokens": "{tokens:,}", "training FLOPs": "{flops:.2e}",
         "bits per byte": "{validation[overall][bits_per_byte]:.4f}", "tasks": "{scores}"},
         [{**row, "scores": "; ".join(score_texts(row["tasks"]))} for row in spread(rows, MOST_ROWS)],
         "± and bands are standard errors; train/scores has all scores.")
+
+
+ScorePoint = tuple[float, float, float, float | None]
+"""Tokens, score, standard error, and for accuracies the level of chance."""
+
+
+def score_curves(rows: Sequence[Record]) -> dict[tuple[str, str], list[ScorePoint]]:
+    """The points of each score by task, or `validation text`, and metric. rows: `tokens`, and `validation` and `tasks`
+    as in results.json."""
+    curves = defaultdict[tuple[str, str], list[ScorePoint]](list)
+    for row in rows:
+        entries = {"validation text": {"metrics": {}, BITS: row["validation"]["overall"][BITS]}, **row["tasks"]}
+        for name, task in entries.items():
+            bits = BITS if BITS in task else ANSWER_BITS
+            for metric, entry in {**task["metrics"], bits: {"value": task[bits]}}.items():
+                if entry["value"] is not None:
+                    curves[name, metric].append((row["tokens"], entry["value"], entry.get("stderr") or 0.0,
+                                                 task["chance"] if metric.startswith("acc") else None))
+    return curves
+
+
+def score_series(name: str, points: Sequence[ScorePoint]) -> Series:
+    """A line of scores over tokens."""
+    x, y, errors, _ = zip(*points, strict=True)
+    return Series(name, x, y, errors=errors)
 
 
 def samples(facts: Facts) -> Iterator[Block]:
