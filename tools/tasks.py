@@ -113,8 +113,8 @@ def fetch(tasks: Sequence[TaskFile], data: Path) -> None:
                 echo(f"{dataset}: downloading into {data / dataset}")
                 revision = next((str(given) for task in own if (given := task.dataset_settings.get("revision"))), None)
                 folders[dataset] = download_dataset(dataset, revision, data / dataset, partial(patterns_of, own))
-            elif record := read_fetched(data, dataset):
-                folders[dataset] = data / dataset / record.revision
+            elif unknown := [task for task in own if task.fetched and task.plain_name not in task.fetched.tasks]:
+                folders[dataset] = unknown[0].snapshot
         except UserError as error:
             problems.append(str(error))
     go_offline()  # before anything imports the library that reads data sets
