@@ -46,7 +46,7 @@ DEFINITIONS = {
                      "than 5 words is too short to classify; a character of Chinese or Japanese counts as a word, "
                      "three of Thai, Lao, Khmer or Burmese as one",
     "suites": "mean over the members; centred: of (score - chance) / (1 - chance), with the suite's chance levels; "
-              "standard error: of independent scores",
+              "standard error: of this mean, for independent scores",
     "answer_bits_per_byte": "the model's bits per UTF-8 byte of the right choices: smoother than accuracy",
 }
 
