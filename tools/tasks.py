@@ -174,11 +174,11 @@ def record_dataset(dataset: str, tasks: Sequence[TaskFile], folder: Path, data: 
             raise UserError(f"The data set {dataset} cannot be read{f' ({name})' if name else ''}: "
                             f"{' '.join(str(error).split())[:300]}. If it consists of Python code, Drover does not "
                             f"run it. Leave out {', '.join(task.name for task in tasks)}.") from error
-        configurations[name] = sorted({
-            *(Path(path).relative_to(folder.resolve()).as_posix() for paths in splits.values() for path in paths),
-            *(card for card in CARDS if (folder / card).is_file())})
+        configurations[name] = sorted({Path(path).relative_to(folder.resolve()).as_posix()
+                                       for paths in splits.values() for path in paths})
     shutil.rmtree(folder / ".cache", ignore_errors=True)  # of the download
-    files = [output_record(folder, folder / name) for name in sorted(set().union(*configurations.values()))]
+    files = [output_record(folder, folder / name) for name in sorted(set().union(
+        (card for card in CARDS if (folder / card).is_file()), *configurations.values()))]
     record: dict[str, Any] = {"format": FORMAT, "dataset": dataset, "revision": folder.name,
                               "configurations": configurations, "files": files, "tasks": old.tasks if old else {}}
     write_sealed(data / dataset / RECORD, record)

@@ -7,7 +7,7 @@ can be copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
@@ -34,8 +34,8 @@ class FetchedData:
     Attributes:
         dataset: its name on the Hub.
         revision: the commit, 40 hexadecimal digits.
-        configurations: the files that each reads, the card included; "" is the only one of a data set.
-        files: records of all files, with paths inside the commit's folder.
+        configurations: the data files that each reads; "" is the only one of a data set.
+        files: records of all files, the card included, with paths inside the commit's folder.
         tasks: by name, what the harness found when it loaded each.
     """
 
@@ -46,10 +46,11 @@ class FetchedData:
     files: Outputs
     tasks: dict[str, TaskFacts]
 
-    def problems(self, folder: Path, names: Iterable[str]) -> Iterator[str]:
-        """Which of these files under the commit's folder are not what was downloaded, a sentence each."""
-        records = {record["path"]: record for record in self.files}
-        yield from filter(None, (problem_of(folder / name, records[name]) for name in names))
+    def problems(self, folder: Path, configuration: str) -> Iterator[str]:
+        """Which files of a configuration under the commit's folder are not what was recorded, a sentence each."""
+        others = set[str]().union(*self.configurations.values()) - {*self.configurations[configuration]}
+        yield from filter(None, (problem_of(folder / record["path"], record) for record in self.files
+                                 if record["path"] not in others))
 
 
 def read_fetched(folder: Path, dataset: str) -> FetchedData | None:

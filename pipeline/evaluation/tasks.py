@@ -154,7 +154,7 @@ class TaskFile:
         lines of .jsonl files that are no items, a fetched file that has changed. A sentence each."""
         if self.dataset is not None:
             if self.fetched is not None:
-                for problem in self.fetched.problems(self.snapshot, self._fetched_files()):
+                for problem in self.fetched.problems(self.snapshot, self.configuration):
                     yield f"{problem}. Delete {self.data / self.dataset}, and give: drover tasks fetch {self.name}"
             return
         splits = self.data_files

@@ -63,6 +63,10 @@ def test_groups_and_tags_are_resolved_to_their_tasks(tmp_path):
             "squad_completion")
 
 
+def inputs_of(data):
+    return {name: path.read_bytes() for name, path in chosen(data, "arc_easy").tasks["arc_easy"].inputs()}
+
+
 def test_fetched_once_pinned_copied_and_checked(hub, tmp_path, capsys):  # noqa: F811
     """Only the named configurations, at one commit; a second fetch asks nobody; a copy works; a change is refused."""
     data = tmp_path / "task_data"
@@ -73,9 +77,11 @@ def test_fetched_once_pinned_copied_and_checked(hub, tmp_path, capsys):  # noqa:
     said = capsys.readouterr().out
     assert f"arc_easy_3shot: 8 items of allenai/ai2_arc@{commits['allenai/ai2_arc'][:12]}" in said
     assert not any("Challenge" in path for _, path in hub.seen)
+    before = inputs_of(data)
     write_dataset(tmp_path / "allenai/ai2_arc", KINDS["allenai/ai2_arc"], 5)
     moved = hub.push("datasets/allenai/ai2_arc", tmp_path / "allenai/ai2_arc")
     assert fetch(data, "arc_challenge") == 0, "at the commit of the first time"
+    assert inputs_of(data) == before, "what was measured stays up to date"
     hub.off = True
     capsys.readouterr()
     assert fetch(data, "ai2_arc", "agieval_lsat_ar") == 0 and capsys.readouterr().out == "", "nothing to do"
@@ -85,8 +91,7 @@ def test_fetched_once_pinned_copied_and_checked(hub, tmp_path, capsys):  # noqa:
     task = chosen(copied, "arc_easy").fetched().tasks["arc_easy"]
     assert moved not in task.source and task.source == f"allenai/ai2_arc@{commits['allenai/ai2_arc']}"
     names = dict(task.inputs())
-    assert {"arc_easy/arc_easy.yaml", "arc_easy/allenai/ai2_arc/README.md",
-            "arc_easy/allenai/ai2_arc/ARC-Easy/test.jsonl"} <= names.keys()
+    assert {"arc_easy/arc_easy.yaml", "arc_easy/allenai/ai2_arc/ARC-Easy/test.jsonl"} <= names.keys()
     assert not [*task.problems()]
     changed = names["arc_easy/allenai/ai2_arc/ARC-Easy/test.jsonl"]
     changed.write_bytes(changed.read_bytes().replace(b"A", b"B", 1))
@@ -98,7 +103,7 @@ def test_the_list_shows_what_is_there(hub, tmp_path, capsys):  # noqa: F811
     commit, = push(hub, tmp_path, "baber/piqa").values()
     assert fetch(tmp_path / "data", "piqa") == 0
     capsys.readouterr()
-    files = (tmp_path / "baber/piqa").rglob("*.*")
+    files = (tmp_path / "baber/piqa").rglob("*.jsonl")
     assert main(["list", "piqa_5shot", "hellaswag", "--json", "--data", str(tmp_path / "data")]) == 0
     assert json.loads(capsys.readouterr().out) == [
         {"task": "piqa_5shot", "metrics": "acc, acc_norm", "items": 8, "chance": 0.5,
