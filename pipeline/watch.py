@@ -28,8 +28,17 @@ from drover.pipeline.core.console import Parser, Program, counted
 from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.core.files import write_sealed
 from drover.pipeline.evaluate import Cached, load, measure_tasks, measure_text
+from drover.pipeline.evaluation.aggregates import aggregated
 from drover.pipeline.evaluation.checkpoint_scores import CheckpointScores, digest_of, is_scored, scores_path
-from drover.pipeline.evaluation.results import doubts, figures, score_texts, task_results, validation_results
+from drover.pipeline.evaluation.results import (
+    doubts,
+    figures,
+    rounded,
+    score_texts,
+    task_results,
+    validation_results,
+)
+from drover.pipeline.evaluation.selection import selected
 from drover.pipeline.evaluation.tasks import go_offline
 from drover.pipeline.records.checkpoints import SCORES, complete_checkpoints, read_marker, step_of
 
@@ -137,7 +146,8 @@ def measure(run: Run, ranks: Ranks, known: Fingerprint, path: Path) -> None:
         step, tokens, train = step_of(path), read_marker(path).progress.tokens, run.config.train
         flops = None if train.phases else tokens * opened.config.flops_per_token(train.sequence_length, causal=False)
         write_sealed(scores_path(path.parents[1], step), vars(CheckpointScores(
-            step, checkpoint, tokens, flops, validation, task_results(tasks))))
+            step, checkpoint, tokens, flops, validation, task_results(tasks),
+            **rounded(aggregated(selected(run.config), tasks)))))
         for text in (f"{path.name}: {validation['overall']['bits_per_byte']} bits per byte", *score_texts(tasks),
                      *doubts(tasks)):
             work.say(text)

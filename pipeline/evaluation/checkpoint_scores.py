@@ -10,7 +10,7 @@ record states the content of its checkpoint. If training replaces the checkpoint
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from drover.pipeline.core.files import Record, read_record, sha256_file
@@ -32,7 +32,7 @@ class CheckpointScores:
     """The scores of the checkpoint after `step` optimizer steps.
 
     checkpoint: a hash of its marker, which has those of its files. tokens, flops: trained on and computed so far, the
-    latter unknown for training in phases. validation, tasks: as in results.json, with None for baselines.
+    latter unknown for training in phases. The others are as in results.json, with None for baselines.
     """
 
     step: int
@@ -41,6 +41,8 @@ class CheckpointScores:
     flops: float | None
     validation: Record
     tasks: Record
+    groups: Record = field(default_factory=dict)
+    suites: Record = field(default_factory=dict)
     format: int = FORMAT
 
 

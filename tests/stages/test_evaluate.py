@@ -10,11 +10,12 @@ from torch.nn.functional import cross_entropy
 
 from drover.launch.plan import Options, plan
 from drover.launch.submit import run as launched
-from drover.pipeline.config.loading import load_config
+from drover.pipeline.config.loading import load_config, save_config
 from drover.pipeline.contract.entry import INTERRUPTED
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.core.files import read_json
+from drover.pipeline.watch import main as score_checkpoints
 from drover.tools.tasks import main as fetch_tasks
 from tests.conftest import run_stage, slow
 from tests.evaluation.made_data import KINDS, push
@@ -233,5 +234,10 @@ def test_a_suite_has_one_score(run, copied, results, hub, tmp_path):  # noqa: F8
                      r"not measured: jeopardy, coqa, squad\), answers \d", output)
     suite = results()["suites"]["core"]
     assert len(suite["members"]) == 19 and suite["value"] < 0.5 and suite["stderr"] > 0
+    save_config(load_config(copied[0], [*chosen[1:], "evaluate.every=3", "train.checkpoint.every_steps=3"]),
+                tmp_path / "copy/config.yaml")
+    assert score_checkpoints([str(tmp_path / "copy")]) == 0
+    assert read_json(tmp_path / "copy/train/scores/step-00000003.json")["suites"]["core"] == suite
     run("report", *chosen)
-    assert "19 of 22" in (tmp_path / "copy/report/report.html").read_text()
+    page = (tmp_path / "copy/report/report.html").read_text()
+    assert "19 of 22" in page and "core, score" in page

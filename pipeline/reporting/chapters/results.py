@@ -118,13 +118,16 @@ def score_curves(rows: Sequence[Record]) -> dict[tuple[str, str], list[ScorePoin
     as in results.json."""
     curves = defaultdict[tuple[str, str], list[ScorePoint]](list)
     for row in rows:
-        entries = {"validation text": {"metrics": {}, BITS: row["validation"]["overall"][BITS]}, **row["tasks"]}
+        suites = {name: {**suite, "metrics": {"score": suite}} for name, suite in row.get("suites", {}).items()}
+        entries = {"validation text": {"metrics": {}, BITS: row["validation"]["overall"][BITS]},
+                   **suites, **row.get("groups", {}), **row["tasks"]}
         for name, task in entries.items():
             bits = BITS if BITS in task else ANSWER_BITS
-            for metric, entry in {**task["metrics"], bits: {"value": task[bits]}}.items():
+            answers = {"value": task.get(bits), "stderr": task.get("answer_bits_stderr")}
+            for metric, entry in {**task["metrics"], bits: answers}.items():
                 if entry["value"] is not None:
                     curves[name, metric].append((row["tokens"], entry["value"], entry.get("stderr") or 0.0,
-                                                 task["chance"] if metric.startswith("acc") else None))
+                                                 task.get("chance") if metric.startswith(("acc", "score")) else None))
     return curves
 
 
