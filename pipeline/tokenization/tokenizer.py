@@ -41,6 +41,8 @@ NAME = "fastokens"
 NOT_TAKEN = ("post_processor", "truncation", "padding")
 """Parts of a tokenizer.json that add or remove ids. Drover puts BOS and EOS around documents itself, and truncates
 nothing."""
+NO_TEXT = "\U0010ffff"
+"""A code point that Unicode reserves for programs, which is no character of a text."""
 
 Flat = tuple[NDArray[np.uint32], NDArray[np.int64]]
 """Ids of several texts one after another, and their texts + 1 offsets: text i has ids[offsets[i]:offsets[i + 1]]."""
@@ -250,10 +252,19 @@ class FastEncoder(Tokenizer):
 
 def _opened(path: Path) -> Any:
     """The library's tokenizer without special tokens: their names in a text are text. Other added tokens are still
-    matched in texts, as by the reference."""
+    matched in texts, as by the reference.
+
+    In the vocabulary they have other names. The library takes a name that is there as one token where characters of it
+    are not.
+    """
     import fastokens
     description = read_json(path)
-    added = [token for token in description.get("added_tokens") or [] if not token.get("special")]
+    every, model = description.get("added_tokens") or [], description["model"]
+    special = {token["content"] for token in every if token.get("special")} - {model.get("unk_token")}
+    if isinstance(model["vocab"], dict):  # BPE; the library refuses others
+        model["vocab"] = {f"{NO_TEXT}{token}" if name in special else name: token
+                          for name, token in model["vocab"].items()}
+    added = [token for token in every if not token.get("special")]
     return fastokens.Tokenizer.from_json_str(
         json.dumps({**description, "added_tokens": added, **dict.fromkeys(NOT_TAKEN)}))
 

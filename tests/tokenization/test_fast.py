@@ -5,9 +5,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from drover.pipeline.config.data import TokenizerConfig
 from drover.pipeline.tokenization import tokenizer as tokenizers
 from drover.pipeline.tokenization.checking import compared
+from drover.pipeline.tokenization.conversion import open_tokenizer, write_hugging_face
+from drover.pipeline.tokenization.files import write_record
 from drover.pipeline.tokenization.tokenizer import EncoderError, FastEncoder, byte_of_character, joined, odd_strings
+from drover.pipeline.tokenization.training import train_sentencepiece
 from tests.refusal import refused
 from tests.tokenization.conftest import ODD_TEXTS
 
@@ -28,6 +32,16 @@ def test_ids_are_those_of_the_reference_and_the_gate_lets_it_through(vocabularie
     assert len(odd) > 6000 and odd == list(odd_strings(vocabulary)), "always the same ones"
     assert all(any(name in text for text in odd) for name in vocabulary.special_tokens)
     assert compared(vocabulary, folders[kind], folders[kind], []) == {"texts": len(odd), "problem": ""}
+
+
+def test_names_of_special_tokens_are_text_where_the_vocabulary_lacks_their_bar(tmp_path, chunks):
+    bare = [chunk.replace("|", "") for chunk in chunks]
+    train_sentencepiece(bare, TokenizerConfig(vocab_size=1024), tmp_path / "tokenizer.model")
+    vocabulary = open_tokenizer("sentencepiece", tmp_path / "tokenizer.model")
+    write_hugging_face(vocabulary, tmp_path / "hf")
+    write_record(tmp_path, vocabulary)
+    odd = list(odd_strings(vocabulary))
+    assert compared(vocabulary, tmp_path, tmp_path, []) == {"texts": len(odd), "problem": ""}
 
 
 def test_a_vocabulary_that_the_library_refuses_is_left_to_the_reference(vocabularies, folders):
