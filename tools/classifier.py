@@ -70,8 +70,9 @@ def work(options: argparse.Namespace) -> None:
                         trained[kind] += 1
                         file.write(f"{LABEL}{kind} {one_line(text).replace(LABEL, ' ')}\n")
         if few := [kind for kind, held in held_out.items() if trained[kind] + len(held) < FEWEST or not held]:
-            raise UserError(f"There are too few {' and '.join(few)} documents: {FEWEST} of each kind are needed. Give "
-                            f"more files.")
+            counts = " and ".join(f"{trained[kind] + len(held):,} {kind}" for kind, held in held_out.items())
+            raise UserError(f"There are too few {' and '.join(few)} documents: {counts} were read, {FEWEST} of each "
+                            f"are needed. Give more files; --text-field names the field with the text.")
         epochs = max(LEAST_EPOCHS, LEAST_SEEN // sum(trained.values()))
         say("classifier", f"train on {trained[GOOD]:,} good and {trained[BAD]:,} bad documents, {epochs} times")
         fasttext.train_supervised(str(lines), epoch=epochs, verbose=2 * sys.stderr.isatty(), **SHAPE

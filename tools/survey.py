@@ -74,6 +74,8 @@ BYTES = 256
 """Ids of any vocabulary: the bytes."""
 NO_PROSE = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml|<svg|-----BEGIN )")
 """How files begin whose text nobody wants to learn: markup, keys and certificates."""
+URL = "url"
+"""The field of records with a page that names it."""
 MBOX = b"\n\nFrom "
 """Between two mails of a file."""
 
@@ -88,10 +90,12 @@ class FileKind:
     delimiter: str | None = None
     separator: str | None = None
     html: str = ""
+    meta_fields: tuple[str, ...] = ()
 
-    def settings(self) -> dict[str, str]:
+    def settings(self) -> dict[str, object]:
         """Those that a configuration has to name."""
-        return {name: value for name, value in asdict(self).items() if value not in ("", "text", UTF8, None)}
+        return {name: [*value] if isinstance(value, tuple) else value for name, value in asdict(self).items()
+                if value not in ("", "text", UTF8, None, ())}
 
 
 @dataclass(frozen=True)
@@ -279,8 +283,11 @@ def _kind(path: Path) -> tuple[FileKind, Beginning]:
         raise NoTextError("a link that leads nowhere, a pipe or a device")
     if path.name in (*CARDS, *SAVED, *DESCRIPTIONS) and form == "json":
         raise NoTextError("it describes a data set or a model")
+    if path.suffix == ".env":
+        raise NoTextError("settings for a shell, often with passwords and keys")
     if command := converter(path.with_stem("FILE")):  # one reason for all files of a program
-        raise NoTextError(f"an office file; convert it to text first (`{command}`)")
+        what = "a notebook" if path.suffix == ".ipynb" else "an office file"
+        raise NoTextError(f"{what}; convert it to text first (`{command}`)")
     try:
         if not path.stat().st_size:
             raise NoTextError(EMPTY)
@@ -417,7 +424,9 @@ def _records_kind(path: Path, form: str, encoding: str, delimiter: str | None = 
     beginning = replace(beginning, share=len(beginning.text) / max(1, sum(map(len, texts))) if html else 1.0)
     if 2 * len(beginning.rejected) >= beginning.records:
         raise NoTextError(f"most of its records cannot be read: {', '.join(beginning.rejected[:1])}")
-    return FileKind("" if file_format(path) else form, name, encoding, delimiter, None, html), beginning
+    # Then `drover trace` knows a page by its URL.
+    kept = (URL,) if html and all(isinstance(record, dict) and URL in record for record in records) else ()
+    return FileKind("" if file_format(path) else form, name, encoding, delimiter, None, html, kept), beginning
 
 
 def _lists(value: Any, depth: int = 8) -> Iterator[list[Any]]:

@@ -39,8 +39,9 @@ MEANT = {"md": "txt", "rst": "txt", "tex": "txt", "py": "txt", "tsv": "csv", "ht
 """Endings that mean another format."""
 OFFICE = {**{ending: f"pandoc FILE.{ending} --to plain --wrap none --output FILE.txt"
              for ending in ("docx", "odt", "rtf", "epub", "pptx", "xlsx")},
-          "doc": "libreoffice --headless --convert-to docx FILE.doc"}
-"""How files of office programs are made ones that are read."""
+          "doc": "libreoffice --headless --convert-to docx FILE.doc",
+          "ipynb": "jupyter nbconvert --to markdown FILE.ipynb"}
+"""How files of office programs, and notebooks, are made ones that are read."""
 
 
 def _encoding(name: str) -> str:
@@ -179,7 +180,7 @@ def file_format(path: PurePath, configured: str = "auto") -> str | None:
 
 
 def converter(path: PurePath) -> str:
-    """The command that makes text of an office file; empty if it is none."""
+    """The command that makes text of an office file or a notebook; empty if it is none."""
     return OFFICE.get(path.suffix.lower().lstrip("."), "").replace("FILE", path.stem)
 
 

@@ -121,8 +121,9 @@ def _paths(source: Source) -> tuple[Sequence[InputFile], list[str]]:
         files = [path for path in files if isinstance(path, Path)]
     unknown = [_pure(path) for path in files if file_format(_pure(path), source.format) is None]
     if office := sorted(path.name for path in unknown if converter(path)):
-        problems.append(f"source {source.name}: {len(office):,} files are those of office programs ({first(office)}). "
-                        f"Convert them to text, as by `{converter(PurePath(office[0]))}`, or narrow `paths`.")
+        problems.append(f"source {source.name}: {len(office):,} files are those of office programs or notebooks "
+                        f"({first(office)}). Convert them to text, as by `{converter(PurePath(office[0]))}`, or narrow "
+                        f"`paths`.")
     if endings := sorted(path.name for path in unknown if not converter(path)):
         problems.append(f"source {source.name}: the names of {len(endings)} files ({first(endings)}) "
                         f"do not show their format. Set `format`, narrow "

@@ -226,10 +226,11 @@ def train_bpe(chunks: Iterable[str], settings: TokenizerConfig, path: Path) -> N
 def too_large(settings: TokenizerConfig, ids: int) -> UserError:
     """The error for a vocabulary of which the text supports only so many ids."""
     largest = ids // SIZE_MULTIPLE * SIZE_MULTIPLE
-    smaller = f"tokenizer.vocab_size={largest}" if largest >= 640 else "tokenizer.kind=byte"
+    usual = min(largest, max(1024, settings.vocab_size // 16))  # one of all that occur would be learned by heart
+    smaller = f"tokenizer.vocab_size={usual}" if largest >= 640 else "tokenizer.kind=byte"
     return UserError(f"tokenizer.vocab_size {settings.vocab_size} is too large for the training text, which supports "
-                     f"{ids} ids. To continue, give the same command with {smaller} at its end, or give more text "
-                     f"(shard.sources, tokenizer.train_mb).")
+                     f"{ids} ids at most. Give the same command with {smaller} at its end, or give more "
+                     f"text (shard.sources, tokenizer.train_mb).")
 
 
 def explained(error: RuntimeError, settings: TokenizerConfig, log: Path) -> Exception:

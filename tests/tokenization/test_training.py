@@ -116,13 +116,13 @@ def test_byte_level_bpe_is_a_file_of_ranks_that_depends_on_no_thread_or_hash_see
     (train_sentencepiece, ["".join(map(chr, range(0x4E00, 0x5E00)))], 640,
      r"vocab_size 640 is too small: 4609 ids are needed .* to 4736 or more, lower the second"),
     (train_sentencepiece, [], 640, "There is no text to train"),
-    (train_bpe, [], 640, "supports 512 ids.* tokenizer.kind=byte at its end, or give more")])
+    (train_bpe, [], 640, "supports 512 ids at most.* tokenizer.kind=byte at its end, or give more")])
 def test_what_cannot_be_trained_says_what_to_change(tmp_path, train, texts, size, message):
     refused(UserError, message, train, texts, TokenizerConfig(vocab_size=size, character_coverage=1.0), tmp_path / "m")
 
 
 @pytest.mark.parametrize("train", [train_sentencepiece, train_bpe])
-def test_the_error_for_a_too_large_vocabulary_names_the_largest_that_fits(tmp_path, texts, train):
+def test_the_error_for_a_too_large_vocabulary_names_one_that_fits(tmp_path, texts, train):
     def of_size(size):
         train(texts[:3], TokenizerConfig(vocab_size=size), tmp_path / "m")
     message = refused(UserError, r"vocab_size 32768 is too large .*command with tokenizer.vocab_size=\d+ at its end",

@@ -137,13 +137,17 @@ def test_pages_are_taken_if_what_reads_them_is_installed(tmp_path, monkeypatch, 
     Path("web/a.pdf").write_bytes(pdf(wide(90).splitlines()))
     Path("web/scan.pdf").write_bytes(pdf(None))
     Path("web/late.docx").write_bytes(b"PK")
-    Path("web/fields.jsonl").write_bytes(lines([{"html": f"<html><p>{wide(number)}"} for number in range(60, 65)]))
+    Path("web/notes.ipynb").write_text('{"cells": []}')
+    Path("web/login.env").write_text("TOKEN=abc")
+    Path("web/fields.jsonl").write_bytes(lines([{"html": f"<html><p>{wide(number)}", "url": f"/{number}"}
+                                                         for number in range(60, 65)]))
     output = printed(capsys, main, "web")
     assert "scan.pdf: none of its 1 pages holds text" in output and "  late.docx: an office file; " in output
+    assert "notes.ipynb: a notebook; convert it" in output and "login.env: settings for a shell" in output
     proposed = Path("web.yaml").read_text()
     assert "an office file; convert it to text first (`pandoc FILE.docx --to plain" in proposed
     assert "prompts: [On day " in proposed.replace('"', "")
-    assert "text_field: html\n      html: fields\n" in proposed
+    assert "text_field: html\n      html: fields\n      meta_fields:\n      - url\n" in proposed
     run_here("shard", "web.yaml", "launch.processes=1")
     counts = Run(load_config("web.yaml")).finished("shard").counts
     assert (counts["documents_in"], counts["rejected"], counts["files"]["in"]) == (42, 1, 34)
