@@ -59,6 +59,8 @@ def add_options(parser: Parser) -> None:
 def work(options: argparse.Namespace) -> None:
     """Score what is due."""
     go_offline()  # before anything imports the libraries that look for it
+    if not (options.run / "config.yaml").is_file():
+        raise UserError(f"{options.run} is no run yet. Give this command again when its first stage has begun.")
     run = run_in(options.run)
     if run.config.evaluate.every is None:
         raise UserError(f"evaluate.every is not set in {run.folder}, so no checkpoint is due. Set it, a multiple of "

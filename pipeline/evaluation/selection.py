@@ -89,7 +89,8 @@ class Selection:
             else:
                 self.by_name[name] = leaves
         if unknown:
-            own = f"those in {' and '.join(map(str, self.folders))} are {', '.join(sorted(self.own)) or 'none'}; "
+            own = (f"those in {' and '.join(map(str, self.folders))} (evaluate.task_folders, --task-folders) are "
+                   f"{', '.join(sorted(self.own)) or 'none'}; ")
             close = meant(unknown[0], [*self.own, *suite_files(), *harness_names()])
             raise UserError(f"{self.where} names {', '.join(unknown)}, but there is no such task: {own}"
                             f"{close or 'drover tasks list shows the suites and what was fetched.'}")
