@@ -85,7 +85,7 @@ def test_units_are_removed_only_if_the_input_itself_was_refused(count, capsys):
             capsys.readouterr()
             assert count(OTHER, *arguments) == 2
             message = capsys.readouterr().err
-            assert "was started with other" in message and "shard.validation_share: 0.01 -> 0.5" in message
+            assert "was made with other" in message and "shard.validation_share: 0.01 -> 0.5" in message
     count.refuses = UnusableInputError
     for element in ([], ["--element", "a"]):
         assert count(*element) == 2 and is_unusable(count)
