@@ -104,8 +104,8 @@ class Selection:
             if self.own.keys() & set(missing):
                 places += f" --task-folders {' '.join(map(str, self.folders))}"
             raise UserError(f"{self.where} names {', '.join(missing)}, whose data is not in {self.data}. Stages "
-                            f"download nothing. Where there is a network, give: drover tasks fetch "
-                            f"{' '.join(missing)}{places}")
+                            f"download nothing. On a machine with a network (then copy the folder here), give: "
+                            f"drover tasks fetch {' '.join(missing)}{places}")
         return self
 
     def _named(self, name: str, overrides: Mapping[str, Any], owner: str) -> list[str] | None:
