@@ -36,6 +36,9 @@ COMMANDS = {
     "completion": ("tools.completion:main", "print a script that completes words in bash, zsh or fish"),
 }
 """Command: `module:program`, and what it does."""
+ELSEWHERE = {"resume": "run", "train": "run", "convert": "run", "export": "run", "report": "run", "sample": "chat",
+             "generate": "chat", "eval": "evaluate"}
+"""The command for what other programs call so."""
 HELP = """\
 usage: drover COMMAND ...
 
@@ -60,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if name in COMMANDS:
         return program(name)(rest, f"drover {name}")
-    complain(f"there is no command {name}; {meant(name, COMMANDS, 'drover --help shows all.')}")
+    known = f"did you mean '{ELSEWHERE[name]}'?" if name in ELSEWHERE else meant(
+        name, COMMANDS, "drover --help shows all.")
+    complain(f"there is no command {name}; {known}")
     return UserError.exit_status
 
 

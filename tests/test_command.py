@@ -50,6 +50,7 @@ def test_a_run_that_is_not_there_is_told_in_one_way(arguments, tmp_path, monkeyp
 
 @pytest.mark.parametrize(("arguments", "message"), table("""
     trian -> error: there is no command trian; did you mean 'trace'?
+    resume mine -> error: there is no command resume; did you mean 'run'?
     qq -> error: there is no command qq; drover --help shows all.
     completion2 -> error: there is no command completion2; did you mean 'completion'?""", shlex.split))
 def test_a_wrong_command_is_answered(arguments, message, capsys):
