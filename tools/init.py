@@ -204,7 +204,7 @@ def work(options: argparse.Namespace) -> None:
     if options.params is not None:
         echo(f"of the shapes that are proposed, {tokens_text(proposal.shape.parameter_count)} is next to "
              f"{tokens_text(options.params)}; --params leaves the time free, see below")
-    here = "  # here; for Slurm's nodes see docs/slurm-quick-start.md" if shutil.which("sbatch") else ""
+    note = "  # here; for Slurm's nodes see docs/slurm-quick-start.md" if shutil.which("sbatch") else ""
     echo(f"{counted(corpus.files, 'file')}, {corpus.text_bytes / 1e6:,.1f} MB of text, about "
          f"{tokens_text(proposal.corpus_tokens)} tokens\n"
          f"{tokens_text(proposal.shape.parameter_count)} parameters, {tokens_text(proposal.tokens)} tokens "
@@ -212,7 +212,7 @@ def work(options: argparse.Namespace) -> None:
          f"and {duration(others)} of the other stages, if nothing else runs\n"
          f"expected: {proposal.expected(corpus.gzip_bits)}\n"
          f"{target} is written. Read it, then:\n"
-         f"  drover run {shlex.quote(str(target))} --cluster local{here}\n"
+         f"  drover run {shlex.quote(str(target))} --cluster local{note}\n"
          f"  drover chat {name} --interactive")
 
 

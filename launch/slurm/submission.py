@@ -148,10 +148,10 @@ def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
         with clean_env(of_another_job(os.environ)), environment_variables(**own):
             first = executor.map_array(task, job.elements)[0] if job.elements else executor.submit(task)
     except (RuntimeError, OSError) as error:
-        said = plain(str(error))
-        advice = ("The queue is full or its controller is busy: try again later" if "temporarily unable" in said else
+        answer = plain(str(error))
+        advice = ("The queue is full or its controller is busy: try again later" if "temporarily unable" in answer else
                   "Change what it requests (`drover explain launch`), or run on this machine with --cluster local")
-        raise UserError(f"Slurm did not accept the job {job.name}: {said}. {advice}.") from None
+        raise UserError(f"Slurm did not accept the job {job.name}: {answer}. {advice}.") from None
     return ChainJob(job.name, job.stage, first.job_id.partition("_")[0], job.elements or None,
                     tuple(ids[need] for need in job.dependencies))
 
