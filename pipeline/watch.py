@@ -60,7 +60,8 @@ def work(options: argparse.Namespace) -> None:
     """Score what is due."""
     go_offline()  # before anything imports the libraries that look for it
     if not (options.run / "config.yaml").is_file():
-        raise UserError(f"{options.run} is no run yet. Give this command again when its first stage has begun.")
+        raise UserError(f"The run {options.run} has not begun. Give this command again after its first stage has "
+                        f"started.")
     run = run_in(options.run)
     if run.config.evaluate.every is None:
         raise UserError(f"evaluate.every is not set in {run.folder}, so no checkpoint is due. Set it, a multiple of "
@@ -145,7 +146,9 @@ def measure(run: Run, ranks: Ranks, known: Fingerprint, path: Path) -> None:
     validation = validation_results(measure_text(work, ranks, cached, opened, length), {})
     tasks = measure_tasks(work, ranks, cached, opened, length, folder / "lm_eval.log")
     if ranks.is_rank_zero:
-        step, tokens, train = step_of(path), read_marker(path).progress.tokens, run.config.train
+        step = step_of(path)
+        tokens = read_marker(path).progress.tokens
+        train = run.config.train
         flops = None if train.phases else tokens * opened.config.flops_per_token(train.sequence_length, causal=False)
         write_sealed(scores_path(path.parents[1], step), vars(CheckpointScores(
             step, checkpoint, tokens, flops, validation, task_results(tasks),

@@ -88,10 +88,6 @@ def work(options: argparse.Namespace) -> None:
             weights_folder(path, download=True)
     go_offline()  # before anything imports the libraries that look for it
     refuse_low(options, "limit", "batch", "length")
-    if options.page is not None:
-        from drover.pipeline.reporting.comparison import compare_runs
-
-        compare_runs(options.models)  # refuses what is no trained run before anything is measured
     if not options.tasks and options.validation is None:
         if options.page is None:
             raise UserError("There is nothing to measure: give --tasks, --validation or both, such as --validation RUN "
@@ -99,6 +95,10 @@ def work(options: argparse.Namespace) -> None:
                             "--page for curves (drover compare A B --page compare.html).")
         write_page(options.page, options.models)
         return
+    if options.page is not None:
+        from drover.pipeline.reporting.comparison import compare_runs
+
+        compare_runs(options.models)  # refuses what is no trained run before anything is measured
     tasks = [*Selection(options.task_folders, options.data, "--tasks").add(options.tasks).fetched().tasks.values()]
     if problems := [problem for task in tasks for problem in task.problems()]:
         raise UserError(listed(problems))

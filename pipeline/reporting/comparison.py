@@ -59,7 +59,7 @@ class ComparedRun:
 
     @cached_property
     def flops_per_token(self) -> float:
-        """Of training, counted as for MFU."""
+        """Floating-point operations of training on one token, as MFU counts them."""
         made = self.run.finished("tokenizer")
         shape = self.run.config.model.with_vocabulary(made.counts["vocab_size"])
         return shape.flops_per_token(self.run.config.train.sequence_length, causal=False)
@@ -87,7 +87,7 @@ class ComparedRun:
         points = {steps[step]: number for step, number in self.facts.series(field, self.facts.updates).items()}
         return replace(curve(points)[-1], name=self.name)
 
-    @property
+    @cached_property
     def row(self) -> Record:
         """Its figures: those of its newest step, and of its evaluation if that is done."""
         last = self.facts.metrics[-1]

@@ -49,7 +49,8 @@ def test_before_a_time_limit_units_that_run_may_end_and_no_others_begin(twelve, 
 
 
 def test_a_stop_between_units_and_commit(twelve):
-    """Before a limit nothing is left but to commit; who is asked to end does not. The launcher passes Ctrl-C on."""
+    """Near a time limit the stage commits, since nothing else is left; after a request to end it does not. The launcher
+    passes Ctrl-C on."""
     for request, status, job, reason in (
             (signal.SIGTERM, 130, (), "SIGTERM"), (signal.SIGTERM, 130, in_chain("local-1"), "interrupted by the user"),
             (signal.SIGUSR2, 0, (), "")):

@@ -36,7 +36,7 @@ def chosen(data, *names):
 
 
 def fetch(data, *names):
-    """The status of the command in this process, which was told to keep off the network by the one before."""
+    """The exit status of the command in this process. A command before it may have set the Hub libraries offline."""
     constants.HF_HUB_OFFLINE = False
     return main(["fetch", *names, "--data", str(data)])
 

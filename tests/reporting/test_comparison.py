@@ -81,7 +81,7 @@ def test_every_folder_without_training_is_refused_at_once(tmp_path):
 
 
 def test_scores_of_checkpoints_stand_over_tokens(tmp_path):
-    """Of the runs that have some."""
+    """Scores of checkpoints are drawn of the runs that have some."""
     runs = [write_trained(tmp_path, name) for name in ("scored", "unscored")]
     task = {"metrics": {"acc": {"value": 0.5, "stderr": 0.1}}, "chance": 0.25, "answer_bits_per_byte": None}
     for step in (2, STEPS + 1):

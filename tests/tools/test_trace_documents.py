@@ -114,7 +114,7 @@ def test_documents_by_id_and_by_key(capsys, plain, traced):
 
 
 def test_several_ids_are_searched_at_once(capsys, plain):
-    """Of those that steps read, those that were left out, and those that nobody knows."""
+    """Several ids at once: documents that were trained on, documents that were left out, and unknown ids."""
     found = answer(capsys, plain, "--id", "p50", "--id", "p20", "--id", "notes/notes.txt:8", "--id", "p70")
     assert {document["id"] for document in found["documents"]} == {"p50", "notes.txt:8"}
     assert [own["id"] for own in found["left_out"]] == ["p20", "p70"]
