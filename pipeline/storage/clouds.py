@@ -45,10 +45,12 @@ _ADDRESS = {"s3": "AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL",
             "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ENDPOINT", "web": "the URL"}
 """What has a store's address: variables, if it is not the cloud's default."""
 _NO_BUCKET = re.compile(r"NoSuchBucket|BucketNotFound|ContainerNotFound|container does not exist")
-_REFUSED = re.compile(r"(?<![\d.])(401|403)(?![\d.])|400 Bad Request(?!: *\S)|privileges|(?i:credential)|ExpiredToken"
+_REFUSED = re.compile(r"401 Unauthorized|403 Forbidden|400 Bad Request(?!: *\S)|privileges|(?i:credential)|ExpiredToken"
                       r"|//(169\.254\.169\.254|metadata\.google\.internal)/")
-"""Status codes, not a time such as 401.79ms. S3 answers 400 to expired keys, and to HEAD without saying why. The
-addresses are those where a cloud's machines get keys of their own if the environment has none."""
+"""S3 answers 400 to expired keys, and to HEAD without saying why. The addresses are those where a cloud's machines get
+keys of their own if the environment has none."""
+_PATHS = re.compile(r"(//[^/\s]+/)\S*")
+"""Paths in URLs. A bucket or an object may be called 403, or credentials."""
 
 
 class Cloud:
@@ -147,6 +149,7 @@ class Cloud:
         if isinstance(error, FileNotFoundError):
             return Missing(f"{url} is not there. Correct the URL, or put the object there.")
         reason = plainly(text)
+        text = _PATHS.sub(r"\1", text)
         if "Range request not supported" in text or "Content-Length Header missing" in text:
             return UserError(f"{url}: the server does not send parts of files, or does not say how long they are "
                              f"({reason}). Download the file, and give its path.")
@@ -156,7 +159,7 @@ class Cloud:
                              f"expired, or give them the permission. Then give the same command again.")
         if "ConditionalRequestConflict" in text:
             return Changed(f"{url} is being written by another process.")
-        kind = _BeyondError if re.search(r"(?<![\d.])416(?![\d.])|InvalidRange|Wanted range", text) else UserError
+        kind = _BeyondError if re.search("416 Range Not Satisfiable|InvalidRange|Wanted range", text) else UserError
         return kind(f"{url}: {operation} failed: {reason}. Check that the store works and can be reached from this "
                     f"machine (its address is set by {_ADDRESS[self._kind]}), and run it again.")
 

@@ -22,7 +22,7 @@ def test_a_server_that_is_overloaded_for_a_while_is_asked_again(failing, kind):
         fault.times += 3
         assert call() == expected and fault.met == fault.times
     fault.times = 10_000
-    refused(UserError, rf"{failing.url}/a/b: read failed.*(500|SlowDown)", store.read, "a/b")
+    refused(UserError, rf"{failing.url}/403/credentials: read failed.*(500|SlowDown)", store.read, "403/credentials")
 
 
 def test_a_part_that_fails_is_sent_again_and_a_body_that_breaks_off_is_read_on(failing, big, tmp_path):
