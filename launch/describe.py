@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from drover.pipeline.data.sampling.consumption import Consumption
 
 COLUMNS = ("job", "state", "work", "nodes", "of a node", "time", "where", "after")
-OF_THE_ORDER = ("config.seed", "config.train.mixture", "config.train.sequence_length", "inputs.encode")
+OF_THE_ORDER = ("config.seed", "config.train.data_seed", "config.train.mixture", "config.train.sequence_length",
+                "inputs.encode")
 
 
 def print_plan(run: Run, jobs: list[Job], options: Options, where: str) -> None:
@@ -123,7 +124,7 @@ def order_warning(run: Run, train: Job) -> list[str]:
     if any(change.key.startswith(OF_THE_ORDER) for change in train.state.differences) and (
             newest := newest_checkpoint(run)):
         steps.append(step_of(newest[0]))
-    return [f"{'':<9} warning: {text}" for text in as_if(steps)]
+    return [f"          warning: {text}" for text in as_if(steps)]
 
 
 def by_hand(job: Job) -> str:

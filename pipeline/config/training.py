@@ -210,6 +210,9 @@ class TrainConfig(Section):
     sequence_length: PositiveInt = 256
     """Tokens per sequence, counted as inputs: labels are the same tokens shifted by one. At most the model's
     context_length."""
+    data_seed: int | None = added(None)
+    """Seed of the order of samples; null: `seed`, which also decides the initial weights. With two seeds you can change
+    one and keep the other."""
     packing: Literal["concatenate", "best_fit"] = added("concatenate")
     """How documents become sequences. `concatenate`: one after another, cut wherever a sequence is full. `best_fit`:
     packed so that only documents longer than a sequence are cut (Ding et al. 2024). The rest of a sequence is padding

@@ -120,7 +120,7 @@ class Config(Section):
     reuse: LocalPath | None = execution(None)
     """Folder of another run whose finished shard, tokenizer and encode stages this run uses without a copy."""
     seed: int = 0
-    """Seed of the initial weights and of the order of samples."""
+    """Seed of the initial weights and, if `train.data_seed` is null, of the order of samples."""
     plugins: list[str] = execution([])
     """Python modules, or files relative to the one that names them, that hold your own attention backends,
     optimizers, filters, loggers, hooks or stages. Every process of the run imports them. See docs/extending.md."""
@@ -154,6 +154,11 @@ class Config(Section):
         settings)."""
         section, _, key = name.partition(".")
         return getattr(self, section).get(key, {}) if section == "stages" and key else getattr(self, section)
+
+    @property
+    def order_seed(self) -> int:
+        """Seed of the order of samples."""
+        return self.seed if self.train.data_seed is None else self.train.data_seed
 
     @property
     def source_names(self) -> list[str]:

@@ -72,7 +72,7 @@ def open_training_data(work: Work, table: ShardTable, folder: Path, planner: Pla
     packing = None if train.packing == "concatenate" else (
         work.folder / "packing", planner or (lambda packing: read_plan(packing, partial(print, file=sys.stderr))))
     return TrainingData(open_shards(table, "train", sources, folder), PhasePlan.of(train),
-                        work.config.seed, table.content("train"), counts.get("vocab_size"), packing)
+                        work.config.order_seed, table.content("train"), counts.get("vocab_size"), packing)
 
 
 def refuse_beyond(train: TrainConfig, data: TrainingData, say: Say) -> dict[str, float]:

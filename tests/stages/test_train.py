@@ -11,7 +11,7 @@ import yaml
 from drover.pipeline.contract.state import PROGRESS, read_state
 from drover.pipeline.core.files import read_json
 from drover.pipeline.data.sampling.consumption import as_if
-from drover.pipeline.records.checkpoints import complete_checkpoints
+from drover.pipeline.records.checkpoints import complete_checkpoints, read_marker
 from drover.pipeline.records.goodput import goodput
 from drover.pipeline.records.metrics import RunFacts
 from drover.tools.audit import audit
@@ -31,7 +31,9 @@ from tests.stages.training import (
     run_train,
     run_with_faults,
     started,
+    stored_tensors,
     train_folder,
+    weights,
 )
 from tests.waiting import HANG_S, wait_for
 
@@ -71,6 +73,21 @@ def test_a_run_trains_and_says_so(fresh):
     assert [record["loss"] for record in metrics] == [record["loss"] for record in quiet]
     assert not any("validation_sample_bpb" in record for record in quiet) and not lines(fresh, "quiet", log="samples")
     assert [path.name for path in checkpoints(fresh, "quiet").iterdir()] == ["step-00000012"]
+
+
+def test_one_seed_draws_the_weights_and_another_the_order(fresh):
+    """At a rate that changes no weight, the last checkpoint has the initial ones."""
+    drawn, orders, curves = {}, {}, {}
+    for name, seeds in {"both": ["seed=1"], "alike": ["seed=1", "train.data_seed=1"],
+                        "order": ["seed=1", "train.data_seed=2"], "weights": ["seed=2", "train.data_seed=1"]}.items():
+        run_train(fresh, f"name={name}", *seeds, "train.steps=2", "train.warmup_steps=0", "train.lr=1e-30")
+        newest = complete_checkpoints(checkpoints(fresh, name).parent)[0]
+        drawn[name] = stored_tensors(fresh, name)["model.tok_embeddings.weight"].tolist()
+        orders[name], curves[name] = read_marker(newest).progress.plan_sha256, curve(fresh, name)
+    assert curves["both"] == curves["alike"] and weights(fresh, "both") == weights(fresh, "alike")
+    assert drawn["both"] == drawn["order"] != drawn["weights"]
+    assert orders["both"] == orders["alike"] == orders["weights"] != orders["order"]
+    assert len({line[0]["loss"] for line in curves.values()}) == 3
 
 
 @pytest.mark.parametrize("damage", ["another byte", *slow("marker", "torn marker")])

@@ -67,7 +67,7 @@ def planned(config: Config, available: Mapping[str, int]) -> Consumption:
     """
     plan = PhasePlan.of(config.train)
     held = {TOGETHER: sum(available.values())} if is_one_pool(plan) else available
-    return planned_by(Order([Pool(name, tokens) for name, tokens in held.items()], plan, config.seed))
+    return planned_by(Order([Pool(name, tokens) for name, tokens in held.items()], plan, config.order_seed))
 
 
 def planned_by(order: Order) -> Consumption:
