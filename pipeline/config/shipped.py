@@ -49,6 +49,7 @@ STAGE_FUNCTIONS: dict[str, dict[str, str]] = {
                "problems": "drover.pipeline.data.sources:token_problems"},
     "train": {"files": "drover.pipeline.records.weight_files:input_files",
               "renews": "drover.pipeline.config.phases:only_phases_differ",
+              "saved": "drover.pipeline.records.checkpoints:saved",
               "external_code": "drover.pipeline.records.weight_files:training_code"},
     "convert": {"due": "drover.pipeline.storage.mirror:due", "problems": "drover.pipeline.convert:problems"},
     "evaluate": {"files": "drover.pipeline.evaluation.selection:input_files",

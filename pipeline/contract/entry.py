@@ -398,9 +398,11 @@ def prepare(run: Run, name: str, options: argparse.Namespace) -> Work | None:
         return None
     if state.kind == "changed" and not (options.accept_changes and acceptable(name, state.differences)):
         raise run.refusal(name, state.differences)
-    if state.differences and state.kind != "resumable" and not STAGES[name].checkpoints:
-        say(name, f"settings or input have changed: {first(in_words(state.differences))}. It "
-                  f"starts from scratch; finished tasks that are removed: {finished_tasks(run.own_folder(name)):,}")
+    if state.differences and (state.kind == "absent" or (state.kind == "changed" and not STAGES[name].checkpoints)):
+        lost = "nothing is saved yet" if STAGES[name].checkpoints else (
+            f"finished tasks that are removed: {finished_tasks(run.own_folder(name)):,}")
+        say(name, f"settings or input have changed: {first(in_words(state.differences))}. It starts from scratch; "
+                  f"{lost}")
         return _start_from_scratch(run, name, options)
     record = run.record(name)
     accepted = list(record.accepted) if record is not None else []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from drover.pipeline.config.kinds import PLUGINS, imported_plugins, left_out, source_of, warn
+from drover.pipeline.config.kinds import PLUGINS, imported_plugins, left_out, source_of
 from drover.pipeline.config.loading import POSITIONS, read_without_plugins
 from drover.pipeline.config.section import EXTERNAL, flatten, identity
 from drover.pipeline.config.tree import Config
@@ -30,7 +30,6 @@ from drover.pipeline.contract.manifest import (
     stage_state,
 )
 from drover.pipeline.contract.stages import REPOSITORY, STAGES, Stage, before, follows_training
-from drover.pipeline.contract.state import read_state
 from drover.pipeline.contract.workers import finished_tasks
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, all_problems, all_results
@@ -38,10 +37,14 @@ from drover.pipeline.core.files import opened, sha256_file
 
 
 class Run:
-    """The folder of one run: `config.yaml`, a folder per stage, `logs/`, TensorBoard's files, the report."""
+    """The folder of one run: `config.yaml`, a folder per stage, `logs/`, TensorBoard's files, the report.
 
-    def __init__(self, config: Config) -> None:
+    without: a note on the plugins of the run that this process has not imported; "" if there are none.
+    """
+
+    def __init__(self, config: Config, without: str = "") -> None:
         self.config = config
+        self.without = without
         self.folder = config.folder
         self._known_files: dict[tuple[str, str, bool], PresentFiles] = {}
         self._listings: dict[str, list[ListedFile]] = {}
@@ -198,8 +201,8 @@ class Run:
         own_keys = "renews" in spec.functions and not spec.checkpoints  # each result is kept under a key of its own
         return stage_state(
             record, present, keeps=own_keys or spec.may_renew(record.fingerprint, present),
-            useful=spec.checkpoints or (record.fingerprint != present and not record.unusable
-                                        and finished_tasks(folder) > 0))
+            useful=bool(spec.call("saved", folder)) if spec.checkpoints else (
+                record.fingerprint != present and not record.unusable and finished_tasks(folder) > 0))
 
     def changed(self, stage: str) -> list[Difference]:
         """How settings, earlier stages and external files differ from those that a finished stage was made from.
@@ -231,12 +234,14 @@ class Run:
         return {part: identity(self.config.part(part)) for part in STAGES[stage].reads}
 
     def changed_code(self, stage: str) -> list[str]:
-        """Source files that have changed since the stage was made."""
+        """Source files that have changed since the stage was made; plugins only if they were imported."""
         manifest = self.manifest(stage)
         if manifest is None:
             return []
+        maker = self.reused if self.reused is not None and self.is_reused(stage) else self
         now = code_hashes(STAGES[stage], self.config)
-        return sorted(path for path in now.keys() | manifest.code.keys() if now.get(path) != manifest.code.get(path))
+        return sorted(path for path in now.keys() | manifest.code.keys() if now.get(path) != manifest.code.get(path)
+                      and (path in now or "/" in path or not maker.without))
 
     def why(self, stage: str) -> str:
         """An explanation of why the stage is or is not up to date, with all details."""
@@ -245,6 +250,8 @@ class Run:
                  *(f"  {difference}" for difference in state.differences)]
         if state.kind == "done" and (changed := self.changed_code(stage)):
             lines.append(f"  code has changed since: {', '.join(changed)} (recorded; --force rebuilds)")
+        if self.without:
+            lines.append(f"  {self.without} Whether they have changed is not known here.")
         return "\n".join(lines)
 
     def refusal(self, stage: str, changes: list[Difference]) -> UserError:
@@ -256,8 +263,8 @@ class Run:
         else:
             later = [name for name in STAGES if name == stage or stage in before([name])]
             force = f"--stage {'all' if len(later) == len(STAGES) else ','.join(later)} --force to rebuild it"
-            if "train" in later and (trained := read_state(self.own_folder("train"))) is not None:
-                model = f"{self.own_folder('train')} (step {trained.step or 'unknown'})"
+            if "train" in later and (saved := STAGES["train"].call("saved", self.own_folder("train"))):
+                model = f"{self.own_folder('train')} ({saved})"
                 ways += [f"to train the model in {model} further, on old and new text, move new files into a folder of "
                          f'their own and follow docs/continue.md, "Add text to a trained model"'] * (
                     " files." in keys and stage in ("shard", "encode"))
@@ -290,15 +297,14 @@ def run_in(folder: Path) -> Run:
     """The run in a folder, with its configuration; UserError if there is none. The folder may have been moved or
     copied: it decides the run's name and place, not the configuration in it.
 
-    Its plugins are not imported, because anybody may have made the folder. A warning names them once. `config.plugins`
-    of the result has those that this process has imported because the user named them.
+    Its plugins are not imported, because anybody may have made the folder. `config.plugins` of the result has those
+    that this process has imported because the user named them, and `without` names the others.
     """
     folder = folder if folder.name not in ("", "..") else folder.resolve()
     config = read_without_plugins(folder / "config.yaml")
-    if absent := left_out(config.plugins, folder):
-        warn(absent)
     return Run(config.model_copy(update={"runs_dir": str(folder.parent), "name": folder.name,
-                                         "plugins": imported_plugins(config.plugins)}))
+                                         "plugins": imported_plugins(config.plugins)}),
+               left_out(config.plugins, folder))
 
 
 def reused_folder(run_folder: Path, reuse: str) -> Path:

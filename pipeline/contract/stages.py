@@ -26,7 +26,7 @@ SNAPSHOT = "snapshot.json"
 """A file in IMPORTED_FROM, if that is the copy of the code that a submission made. It names the commit."""
 
 
-FUNCTIONS = ("files", "task_files", "problems", "external_code", "renews", "due")
+FUNCTIONS = ("files", "task_files", "problems", "external_code", "renews", "due", "saved")
 """The functions that a stage may define (see `Stage.functions`)."""
 
 
@@ -61,6 +61,7 @@ class Stage:
               If they change, a warning is printed, too.
             - `renews(old, new)`: whether a finished stage may change from the old fingerprint to the new one without
               `--force`. Its body keeps each result under an identity of its own.
+            - `saved(folder)`: what a stage with checkpoints has saved, in words; "" if it would lose nothing.
             - `due(config, folder, manifest)`: what is still to do although the outputs are made; "" for nothing. The
               body then runs while the manifest exists.
     """

@@ -18,6 +18,8 @@ from drover.pipeline.core.files import Outputs, Record, read_record
 
 CHECKPOINTS = "checkpoints"
 """In the train stage's folder."""
+COPYING = "copying.json"
+"""There, too, if checkpoints are copied to a store: which training the copies are of."""
 SCORES = "scores"
 """There, too: what was measured of checkpoints (pipeline/evaluation/checkpoint_scores.py)."""
 MARKER = "COMPLETE.json"
@@ -67,6 +69,14 @@ def named_after_steps(folder: Path) -> list[Path]:
 def complete_checkpoints(train: Path) -> list[Path]:
     """The checkpoints in the train stage's folder with a marker, oldest first."""
     return [path for path in named_after_steps(train / CHECKPOINTS) if (path / MARKER).is_file()]
+
+
+def saved(train: Path) -> str:
+    """What the train stage's folder has saved, in words; "" if a start from scratch would lose nothing."""
+    if complete := complete_checkpoints(train):
+        return f"step {step_of(complete[-1])}"
+    left = (train / COPYING).exists() or any(path.suffix != ".tmp" for path in (train / CHECKPOINTS).glob("*"))
+    return "its checkpoints are damaged or elsewhere" * left
 
 
 def refuse_shorter(step: int, steps: int) -> None:

@@ -43,6 +43,7 @@ from drover.pipeline.core.files import (
 from drover.pipeline.parallel.host_channel import HostChannel
 from drover.pipeline.records.checkpoints import (
     CHECKPOINTS,
+    COPYING,
     MARKER,
     TrainingProgress,
     checkpoint_name,
@@ -59,8 +60,6 @@ from drover.pipeline.training.hooks import Hook
 if TYPE_CHECKING:
     from drover.pipeline.training.loop import Loop
 
-TRAINING = "copying.json"
-"""In the train folder: `CopiedTraining`."""
 OF_STEPS = ("metrics.jsonl", "samples.jsonl")
 LOGS = (*OF_STEPS, "events.jsonl")
 """Files that only grow: while one is being written, its complete lines are copied."""
@@ -263,7 +262,7 @@ class Uploads(Hook):
         accepted = self.work.accepted
         preflight(store)
         self._owner = Owner(store)
-        theirs, mine = self._owner.content, read_record(folder / TRAINING, CopiedTraining)
+        theirs, mine = self._owner.content, read_record(folder / COPYING, CopiedTraining)
         if problem := self._conflict(theirs, mine):
             if not complete_checkpoints(folder):
                 (folder / STARTED).unlink(missing_ok=True)  # nothing has started: the user may try other settings
@@ -276,7 +275,7 @@ class Uploads(Hook):
             if earlier:  # before the folder was lost; the manifest must list it
                 accepted = [*earlier, *accepted]
                 change_start(folder, accepted=accepted)
-        write_sealed(folder / TRAINING, {"id": identity})
+        write_sealed(folder / COPYING, {"id": identity})
         self._owner.claim(name=self.work.config.name, id=identity, fingerprint=self.work.fingerprint,
                           accepted=accepted)
         result = self._copies.list()

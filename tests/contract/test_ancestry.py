@@ -8,6 +8,7 @@ from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.stages import parse_stages
 from drover.pipeline.contract.state import write_state
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import write_text
 from tests import refusal
 from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, in_chain, never, run_of
 
@@ -66,7 +67,9 @@ def test_what_became_of_the_model_is_said_where_files_were_added_to_its_source(m
     assert "; or --stage all --force to rebuild it; or name=<another>" in text
     train = made / "runs/a/train"
     train.mkdir()
-    write_state(train, "preempted", step=40)
+    write_state(train, "preempted")
+    assert str(train) not in refused(capsys, made, "shard"), "there is nothing to lose yet"
+    write_text(train / "checkpoints/step-00000040/COMPLETE.json", "{}")
     text = refused(capsys, made, "shard")
     assert f"; or to train the model in {train} (step 40) further, on old and new" in text
     assert f"--force to rebuild it, which starts training again from step 0, renames {train} (step 40)" in text

@@ -145,6 +145,17 @@ def test_what_a_begun_run_cannot_become_is_refused(interrupted):
     assert curve(interrupted) == curve(interrupted, "whole")
 
 
+def test_a_run_that_has_saved_nothing_takes_other_settings(fresh):
+    """There is nothing to accept, and no trace of what was not used."""
+    run_with_faults(fresh, "kill:rank=0,step=3", expect=-9)
+    shorter = ["train.steps=2", "train.warmup_steps=1"]
+    output = run_train(fresh, *shorter).stdout
+    assert "train.steps: 12 -> 2" in output and "nothing is saved yet" in output and "train.replaced" in output
+    assert not manifest_of(fresh).accepted and len(lines(fresh)) == 2
+    run_train(fresh, *shorter, "name=other")
+    assert curve(fresh) == curve(fresh, "other")
+
+
 def test_a_begun_run_extends_its_context_by_name_with_its_moments(interrupted):
     longer = ["model.context_length=256", "model.rope_theta=1e6", "train.sequence_length=128", "--accept-changes"]
     assert "continuing after step 8 (8,192 tokens, 128 samples) from " in run_train(interrupted, *longer).stdout
