@@ -20,6 +20,7 @@ from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.slurm.start_logs import last_lines, output, rank_log, skip
 from drover.launch.status import query
 from drover.pipeline.config.explaining import explain as explanation
+from drover.pipeline.config.kinds import add_plugin_option
 from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.contract.stages import STAGES, parse_stages
 from drover.pipeline.contract.state import STOP
@@ -89,6 +90,7 @@ def _log_options(parser: Parser) -> None:
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="the rank whose output is shown (default 0)")
     parser.add_argument("--element", type=int, metavar="N", help="the element of a Slurm array whose output is shown")
     parser.add_argument("--follow", action="store_true", help="keep printing as the output grows, also after restarts")
+    add_plugin_option(parser)
 
 
 def _logs(options: argparse.Namespace) -> int:
@@ -139,6 +141,7 @@ def _print(file: IO[bytes], rank: int) -> None:
 
 def _why_options(parser: Parser) -> None:
     add_config(parser, "RUN|STAGE", "RUN, or RUN STAGE: why it stopped; STAGE: whether it is up to date; ")
+    add_plugin_option(parser)
 
 
 def _names(options: argparse.Namespace) -> list[str]:
@@ -176,7 +179,8 @@ def _why_stopped(run: Path, stages: Sequence[str] = ()) -> int:
     """Print the run's current stage and remarks. Of stages that are not done, print how each start of the newest
     submission ended that did not end well, with the last lines of the rank that its reason names, or of the first.
 
-    stages: those to print; () for all. Whether these are up to date is printed too if they are done.
+    stages: those to print; () for all that are not done. Of one that is done, print whether it is up to date, and the
+    starts of all submissions.
     """
     status, = query([run], Scheduler())
     draw(f"run       {run}: {status.current.stage} is {status.current.state}", *status.remarks)
@@ -186,10 +190,12 @@ def _why_stopped(run: Path, stages: Sequence[str] = ()) -> int:
               if (job := files.stages[row.stage].job) for id in job.dependencies}
     for row in status.rows:
         stage = files.stages[row.stage]
-        if row.state in FINISHED and row.stage in stages:
-            echo(run_in(run).why(row.stage))
-        if stage.id not in blamed and (row.state in FINISHED or (stages and row.stage not in stages)):
+        done = row.state in FINISHED
+        if stage.id not in blamed and (row.stage not in stages if stages else done):
             continue
+        if done and stages:
+            echo(run_in(run).why(row.stage))
+            stage.starts = [start for start in RunFacts(run).starts if start.stage == row.stage]
         for start in [start for start in stage.starts if start.status != "done"][-SHOWN:]:  # elements may be done
             how = ": ".join(filter(None, (start.status.replace("preempted", "stopped"), start.reason))) or (
                 "its end is not recorded")

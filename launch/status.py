@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 from drover.launch.run_status import FINISHED, SILENT, RunStatus, StageRow, judge, read_run
 from drover.launch.slurm.scheduler import Scheduler
+from drover.pipeline.config.kinds import add_plugin_option
 from drover.pipeline.core.console import (
     RUNS,
     Parser,
@@ -64,6 +65,7 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--run", metavar="RUN", help=argparse.SUPPRESS)
     parser.add_argument("--watch", action="store_true", help="show it again every 5 seconds")
     add_json(parser)
+    add_plugin_option(parser)
 
 
 def work(options: argparse.Namespace) -> int:

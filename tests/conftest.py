@@ -12,7 +12,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, settings
 
-from drover.pipeline.config.kinds import PLUGINS, warn
+from drover.pipeline.config.kinds import PLUGINS
 from tests.cloud_servers import azurite, azurite_server, google, google_server  # noqa: F401 - fixtures of all
 from tests.object_store import moto_application, moto_server, seaweed, seaweed_bucket  # noqa: F401 - fixtures of all
 from tests.waiting import HANG_S
@@ -176,7 +176,6 @@ def no_plugins(monkeypatch):
         monkeypatch.delitem(PLUGINS, name)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    warn.cache_clear()
     yield
     for name in PLUGINS.copy():
         sys.modules.pop(name, None)

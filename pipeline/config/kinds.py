@@ -24,14 +24,14 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict, ValidationError
 
 from drover.pipeline.config.section import Section, advice, local_path, sentences, shortened
-from drover.pipeline.core.console import add_run, echo, printable
+from drover.pipeline.core.console import add_run, printable
 from drover.pipeline.core.errors import UserError, all_results, listed
 
 _EXTERNAL = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -231,12 +231,6 @@ def left_out(names: Any, run: Path) -> str:
         f"The run {run} names plugins that were not imported: {', '.join(absent)}. Opening a run's folder imports no "
         f"code. If you trust them, name them: give a tool --plugin {' --plugin '.join(absent)}, give launch/submit.py "
         f"or a stage plugins=[{','.join(absent)}].") if absent else ""
-
-
-@cache
-def warn(text: str) -> None:
-    """Print a warning to stderr, once in this process."""
-    echo(text, file=sys.stderr)
 
 
 def _module(name: str) -> str:

@@ -8,6 +8,8 @@ import os
 import pytest
 
 import drover.pipeline.contract
+from drover.__main__ import main as drover_command
+from drover.pipeline.config.kinds import PLUGINS
 from drover.pipeline.config.loading import config_hash, load_config
 from drover.pipeline.contract import stage_work
 from drover.pipeline.contract.locks import lock
@@ -15,6 +17,7 @@ from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import atomic_file, output_record, read_json, write_text
 from tests.conftest import run_python
+from tests.refusal import printed
 from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, never
 
 
@@ -28,6 +31,19 @@ def test_a_finished_stage_is_up_to_date_and_its_manifest_says_what_it_was_made_o
     assert list(shard.fingerprint["files"]) == ["t/corpus.txt"]
     assert shard.software["python"] and shard.code["pipeline/shard.py"] and shard.wall_s > 0
     assert shard.config_sha256 == tokenizer.config_sha256 == config_hash(load_config(place / "runs/a/config.yaml"))
+
+
+def test_why_calls_a_plugin_changed_only_if_it_was_imported(place, no_plugins, capsys):
+    plugin, run = place / "theirs.py", place / "runs/a"
+    write_text(plugin, "")
+    assert call(place, "shard", copy_corpus, f"plugins=[{plugin}]") == 0
+    PLUGINS.clear()
+    write_text(plugin, "changed = True")
+    assert f"names plugins that were not imported: {plugin}. " in printed(capsys, drover_command, "why", run, "shard")
+    assert "code has changed" not in printed(capsys, drover_command, "why", run, "shard")
+    named = printed(capsys, drover_command, "why", run, "shard", "--plugin", plugin)
+    assert "code has changed since: theirs" in named and "not imported" not in named
+    assert "shard" in printed(capsys, drover_command, "status", run, "--plugin", plugin)
 
 
 @pytest.fixture
@@ -134,10 +150,10 @@ def test_reuse_takes_finished_stages_by_reference_also_through_a_run_that_reuses
     made = read_manifest(place / "runs/b/tokenizer")
     assert made.fingerprint["inputs"]["shard"] == read_manifest(place / "runs/a/shard").digest
     assert call(place, "shard", never, "name=c", through) == call(place, "tokenizer", never, "name=c", through) == 0
-    for *arguments, printed in (("name=b", reuse, "shard.validation_share=0.5", "shard.validation_share: 0.01 -> 0.5"),
+    for *arguments, expected in (("name=b", reuse, "shard.validation_share=0.5", "shard.validation_share: 0.01 -> 0.5"),
                              ("name=b", f"reuse={place}/runs/nothing", "holds no run"),
                              (reuse, "this same run"), (through, "this same run")):
-        assert printed in refusal("tokenizer", *arguments)
+        assert expected in refusal("tokenizer", *arguments)
 
 
 def test_a_stage_that_is_being_read_is_not_rebuilt(place, refusal):
@@ -163,9 +179,9 @@ def test_the_stage_on_the_page_of_the_contract_is_all_that_one_has_to_write(plac
         "sys.exit(stage_main('other', lambda work: work.commit([], {})))\n")
     # From here on in processes of their own: a plugin that this one imported would stay for all other tests.
     (place / "c.yaml").write_text(f"{(place / 'c.yaml').read_text()}plugins: [words.py, registers.py]\n")
-    for file, printed in (("words.py", "words     done in"), ("words.py", "words     up to date"),
+    for file, expected in (("words.py", "words     done in"), ("words.py", "words     up to date"),
                        ("other_main.py", "other     done in")):
-        assert printed in run_python(place / file, "--config", place / "c.yaml").stdout
+        assert expected in run_python(place / file, "--config", place / "c.yaml").stdout
     assert read_json(place / "runs/a/words/text.txt.json") == {"words": 2}
     words, other = (read_manifest(place / "runs/a" / stage).code for stage in ("words", "other"))
     assert {"words", "registers"} <= words.keys() and other.keys() - words.keys() == {"other_main"}

@@ -68,6 +68,9 @@ def test_why_a_run_stopped(run, slurm, capsys):
     assert not [words for words in ("encode, job", "job 7,", "not me") if words in message]
     message = printed(capsys, commands.why, run.folder, "convert")
     assert "convert, job 17, without a recorded end" in message and "train, job 16" not in message
+    run.done("train")
+    message = printed(capsys, commands.why, run.folder, "train")
+    assert "train, job 16, start 10" in message and "train, job 7" in message, "of all submissions"
 
 
 def test_why_finds_the_logs_that_there_are(run, slurm, capsys):

@@ -5,6 +5,8 @@ import shlex
 
 import pytest
 
+from drover.pipeline.core.files import append_line
+from drover.pipeline.records.metrics import OTHER_ORDER
 from drover.tools.trace.__main__ import main
 from tests.refusal import printed, table
 from tests.tools.recorded import Recorded
@@ -41,3 +43,11 @@ def test_a_skipped_step_and_samples_that_were_left_out(capsys, recorded):
     --samples 5 5""", shlex.split))
 def test_what_makes_no_sense_is_refused(capsys, recorded, arguments):
     assert "asked: " in printed(capsys, main, "--run", recorded.folder, *arguments, expect=2)
+
+
+def test_changed_settings_are_warned_of_if_they_changed_the_data(capsys, recorded):
+    for changes, warned in (["train.lr: 0.01 -> 0.02"], 0), ([OTHER_ORDER], 1):
+        append_line(recorded.train / "events.jsonl", {
+            "event": "plan_changed", "step": 10, "number": 0, "accepted": changes, "changes": changes})
+        assert main(["--run", str(recorded.folder), "--step", "3"]) == 0
+        assert capsys.readouterr().err.count("after step 10 this run continued with other text") == warned

@@ -30,7 +30,7 @@ from drover.pipeline.data.provenance import pieces, pieces_of
 from drover.pipeline.data.sampling.order import PHASE_EPOCHS
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from drover.pipeline.data.token_shards import KEY_BYTES, TokenShard
-from drover.pipeline.records.metrics import Line
+from drover.pipeline.records.metrics import Line, reordered
 from drover.pipeline.tokenization.tokenizer import load_tokenizer
 from drover.tools.sample_history import SampleHistory, trained_on
 
@@ -55,9 +55,10 @@ class Steps:
         self.planned, self.done = self.phases.steps, max(history.final, default=0)
         self._excluded = history.excluded()
         self._logged = sorted(history.final.values(), key=_first_sample)
-        if any(event.get("accepted") for event in history.events):
-            echo("warning: the settings of this run were changed (--accept-changes); earlier steps may have trained on "
-                 "other text than is shown here", file=sys.stderr)
+        if changed := reordered(history.events):
+            echo(f"warning: after step {changed[-1]} this run continued with other text or another order of samples "
+                 f"(--accept-changes); earlier steps may have trained on other text than is shown here",
+                 file=sys.stderr)
 
     @property
     def end(self) -> int:
