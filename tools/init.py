@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import shlex
 import shutil
@@ -34,7 +35,7 @@ from drover.pipeline.config.data import ShardConfig
 from drover.pipeline.config.loading import Dumper
 from drover.pipeline.config.training import TrainConfig, read_tokens, tokens_text
 from drover.pipeline.core.console import Parser, Program, counted, duration, echo, printable, refuse_low
-from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.errors import UserError, absent
 from drover.pipeline.core.files import write_text
 from drover.tools.presets import CHINCHILLA
 from drover.tools.survey import Corpus, look
@@ -89,6 +90,17 @@ FEW_DOCUMENTS = 500
 LR_LAW = "0.003239 - 0.0001395 ln(parameters of the blocks): Kaplan et al. 2020"
 MUON_WIDTH = 512
 """Up to this width a short training learns more under Muon (benchmarks/RESULTS.md)."""
+
+CLEANING = """\
+  filters:   # for pages of the web; `sources: [NAME]` in each spares the others. docs/data.md#filters has more, by
+             # site, language and quality
+    - {{kind: normalization, form: NFC, line_ends: true, trailing_space: true}}
+    - {{kind: length, min_characters: 200}}   # not words: Japanese has no spaces
+    - {{kind: gopher_repetition}}
+  {}near_duplicates: {{preset: fineweb, words: characters}}   # {}
+  keep_dropped: true   # shard/dropped has what filters drop, and why: look at it, then change the filters
+"""
+"""What is proposed for a crawl."""
 
 LETTERS = str.maketrans({
     "ä": "ae", "ö": "oe", "ü": "ue", "Ä": "Ae", "Ö": "Oe", "Ü": "Ue", "ß": "ss", "æ": "ae", "Æ": "Ae", "ø": "oe",
@@ -284,6 +296,9 @@ def as_yaml(corpus: Corpus, proposal: Proposal, name: str) -> str:
                   if shape.vocab_size == BYTES else
                   f"kind: bpe   # the text has many characters; rare ones are spelled in bytes\n  {size}"
                   if FOR_CHARACTERS * corpus.characters > (shape.vocab_size or 0) else size)
+    lacking = absent("near_duplicates", "rensa")
+    cleaning = CLEANING.format(
+        "# " if lacking else "", *lacking or ["of pages that are nearly equal one is kept"]) if corpus.crawled else ""
     launch = ("\nlaunch:\n  processes: "
               f"{proposal.ranks}   # ranks on this machine's cores; faster than one rank with as many threads\n"
               if proposal.ranks > 1 else "")
@@ -298,7 +313,7 @@ shard:
   shard_mb: {min(64.0, max(1.0, round(corpus.text_bytes / 8e6, 1)))}   # several shards for each process
   validation_share: {validation:.2g}
   validation_rule: {rule}
-{rejected}\
+{rejected}{cleaning}\
 
 tokenizer:
   {vocabulary}
@@ -339,13 +354,17 @@ evaluate:
 
 
 def _sources(corpus: Corpus) -> str:
-    """A source for each kind of files; its paths are absolute, and each has a line."""
+    """A source for each kind of files, called after the file or folder; its paths are absolute, and each has a line.
+    Where two would have one name, the kind's field and encoding follow."""
     sources = dict[str, dict[str, Any]]()
-    for kind, paths in corpus.sources.items():
+    for kind, patterns in corpus.sources.items():
+        place = Path(os.path.commonpath(patterns["paths"]).partition("/*")[0])
         field = f"{kind.text_field or ('other' if kind.format else 'text')}-{kind.encoding}".removesuffix("-utf-8")
-        base = re.sub(r"[^A-Za-z0-9_]+", "-", field).strip("-")[:40] or "records"
-        name = _free(base, sources.__contains__)
-        sources[name] = {"kind": "files", "name": name, **kind.settings(), **paths}
+        own = place.name if place.is_dir() else place.name.partition(".")[0]
+        base, longer = (re.sub("[^A-Za-z0-9_]+", "-", _ascii(text))[:60].strip("-") or "mine" for text in (
+            own, f"{own}-{field}"))
+        name = _free(longer if base in sources else base, sources.__contains__)
+        sources[name] = {"kind": "files", "name": name, **kind.settings(), **patterns}
     return textwrap.indent(yaml.dump([*sources.values()], Dumper=Dumper, sort_keys=False, allow_unicode=True,
                                      width=math.inf), "    ")
 
@@ -360,10 +379,14 @@ def _quoted(text: str) -> str:
 
 
 def _name(folder: Path) -> str:
-    """A run's name from a folder's: in ASCII, with umlauts and the like written out and accents left out."""
-    text = unicodedata.normalize("NFC", folder.resolve().name).translate(LETTERS)
-    plain = "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", plain)[:100].strip("-._") or "mine"
+    """A run's name from a folder's."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", _ascii(folder.resolve().name))[:100].strip("-._") or "mine"
+
+
+def _ascii(name: str) -> str:
+    """A name with umlauts and the like written out and accents left out."""
+    text = unicodedata.normalize("NFC", name).translate(LETTERS)
+    return "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
 
 
 main = Program("python -m drover.tools.init", __doc__, add_options, work)

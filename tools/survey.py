@@ -108,6 +108,7 @@ class Corpus:
         files: how many they are.
         sampled: whether only some of them were opened.
         has_pages: whether text is extracted of some.
+        crawled: whether most of the text is that of pages of the web.
         text_bytes: bytes of text in them, about.
         gzip_bits: bits per byte that gzip -9 needs of the beginnings of some.
         ids: of a vocabulary, that the text supports at least, copies or not.
@@ -123,6 +124,7 @@ class Corpus:
     files: int
     sampled: bool
     has_pages: bool
+    crawled: bool
     text_bytes: int
     gzip_bits: float
     ids: int
@@ -135,6 +137,8 @@ class Corpus:
 
 EMPTY = "it is empty"
 TEST_SPLIT = "a test split, by its name: what a model is tested on, it should not learn"
+LOG, LOG_SHARE = "a program's log, by its name; if you want it, add it to the sources", 0.05
+"""Of logs that are a larger share of the text, text is taken to be what is wanted."""
 DESCRIPTIONS = ("dataset_info.json", "config.json")
 """Files in JSON that lie next to the text of data sets or weights."""
 
@@ -180,6 +184,11 @@ def look(folder: Path) -> Corpus:
             looked[path] = replace(beginning, text=beginning.text[:most_text * is_sampled])
         for most, _ in Counter(map(results.__getitem__, chosen)).most_common(1):
             results |= dict.fromkeys({*candidates}.difference(chosen), most)
+    with_text = {path: _text_bytes(path) for path, result in results.items() if isinstance(result, FileKind)}
+    logs = {path: size for path, size in with_text.items() if ".log" in path.suffixes and file_format(path) is None}
+    if sum(logs.values()) < LOG_SHARE * sum(with_text.values()):
+        results |= dict.fromkeys(logs, LOG)
+        looked |= dict.fromkeys(looked.keys() & logs, Beginning("", 0))
     kinds, left_out = defaultdict[FileKind, list[Path]](list), defaultdict[str, list[Path]](list)
     for path, result in sorted(results.items()):
         (kinds[result] if isinstance(result, FileKind) else left_out[result]).append(path)
@@ -227,16 +236,20 @@ def look(folder: Path) -> Corpus:
     notes += [f"shard will reject {len(alike):,} of {records:,} records that were looked at: "
               f"{_shown([*dict(alike)], folder)}: {alike[0][1]}" for alike in broken.values()]
     extracted = with_pages.union(of_web)
-    text_bytes = sum(path.stat().st_size * fmean(shares[_ending(path)]) if path in extracted else
-                     _text_bytes(path) for own in kinds.values() for path in own)
+    sizes = {path: path.stat().st_size * fmean(shares[_ending(path)]) if path in extracted else _text_bytes(path)
+             for own in kinds.values() for path in own}
+    text_bytes = sum(sizes.values())
+    pages = {path for kind, own in kinds.items() if URL in kind.meta_fields for path in own}.union(
+        path for path in extracted if file_format(path) != "pdf")
     rejected_bytes = sum(_text_bytes(path) * len(own.rejected) / own.records for path, own in rejecting.items())
     texts = "\n".join(own.text for own in looked.values())
     sample = texts.encode(errors="replace")
     prompts = dict.fromkeys(prompt for own in looked.values() for prompt in _prompt(own.text))
     empty, unread = {*left_out.get(EMPTY, ())}, [_literal(Path(error.filename)) for error in closed]
-    return Corpus(folder, {kind: _patterns(folder, {*own}, groups, empty, unread)
+    return Corpus(folder, {kind: _patterns({*own}, groups, empty, unread)
                            for kind, own in sorted_kinds.items()},
-                  sum(map(len, kinds.values())), is_sample, bool(extracted), int(text_bytes),
+                  sum(map(len, kinds.values())), is_sample, bool(extracted),
+                  2 * sum(map(sizes.__getitem__, pages)) > text_bytes, int(text_bytes),
                   8 * len(zlib.compress(sample, 9)) / max(1, len(sample)),
                   _supported_ids(texts, text_bytes / max(1, len(sample))), sum(not own.isascii() for own in {*texts}),
                   [*prompts][:PROMPTS],
@@ -424,8 +437,8 @@ def _records_kind(path: Path, form: str, encoding: str, delimiter: str | None = 
     beginning = replace(beginning, share=len(beginning.text) / max(1, sum(map(len, texts))) if html else 1.0)
     if 2 * len(beginning.rejected) >= beginning.records:
         raise NoTextError(f"most of its records cannot be read: {', '.join(beginning.rejected[:1])}")
-    # Then `drover trace` knows a page by its URL.
-    kept = (URL,) if html and all(isinstance(record, dict) and URL in record for record in records) else ()
+    # Then `drover trace` knows a page by its URL, and the filter `site` its site.
+    kept = (URL,) if all(isinstance(record, dict) and URL in record for record in records) else ()
     return FileKind("" if file_format(path) else form, name, encoding, delimiter, None, html, kept), beginning
 
 
@@ -528,7 +541,7 @@ def _wildcard(path: Path) -> str:
     return f"*{_literal(ending)}" if by_ending else _literal(path.name)
 
 
-def _patterns(folder: Path, own: set[Path], groups: Mapping[str, Sequence[Path]], empty: set[Path],
+def _patterns(own: set[Path], groups: Mapping[str, Sequence[Path]], empty: set[Path],
               closed: list[str]) -> dict[str, list[str]]:
     """The paths of a kind's files: globs where most of what these match is of the kind, else the files; and what they
     match of others, but for empty files, of which nothing is read.
@@ -537,8 +550,12 @@ def _patterns(folder: Path, own: set[Path], groups: Mapping[str, Sequence[Path]]
     """
     paths, others, alone = list[str](), list[Path](), defaultdict[Path, list[Path]](list)
     for wildcard, group in groups.items():
-        rest = {*group} - own - empty
-        if (mine := own.intersection(group)) and len(group) > 1 and len(mine) > len(rest):
+        if not (mine := own.intersection(group)):
+            continue
+        folder = os.path.commonpath([path.parent for path in mine])
+        below = {path for path in group if path.is_relative_to(folder)}
+        rest = below - own - empty
+        if len(below) > 1 and len(mine) > len(rest):
             paths.append(f"{_literal(folder)}/**/{wildcard}")
             others += rest
         else:

@@ -253,9 +253,10 @@ class ShardConfig(Section):
     filters: list[DocumentFilter] = added([])
     """Filters that drop or change documents, in this order, before deduplication. Each item has a `kind` and the
     settings of that kind, as in {kind: length, min_words: 20}. The kinds are length, repetition, characters, masking,
-    c4, gopher_quality, gopher_repetition, fineweb_quality, language, classifier, encoding_repair, normalization,
-    duplicate_lines and decontamination. Write my_module:MyFilter for one of your own. An item's `name` appears in the
-    counts; null: its kind. `sources` names the sources that it sees; null: all. docs/data.md describes all kinds."""
+    c4, gopher_quality, gopher_repetition, fineweb_quality, site, language, classifier, encoding_repair,
+    normalization, duplicate_lines and decontamination. Write my_module:MyFilter for one of your own. An item's `name`
+    appears in the counts; null: its kind. `sources` names the sources that it sees; null: all. docs/data.md describes
+    all kinds."""
     keep_dropped: bool = added(False)
     """Write the documents that filters drop to dropped/ as JSON lines, with the filter's name and the reason. Also name
     the kept document of each duplicate in duplicates/. Both are outputs of the stage. If you change this for a

@@ -19,6 +19,7 @@ FILTERS = Kinds("shard.filters", "filter", "drover.pipeline.data.filters.base:Fi
     "gopher_quality": "drover.pipeline.data.filters.quality:GopherQuality",
     "gopher_repetition": "drover.pipeline.data.filters.repetition:GopherRepetition",
     "fineweb_quality": "drover.pipeline.data.filters.quality:FinewebQuality",
+    "site": "drover.pipeline.data.filters.sites:Site",
     "language": "drover.pipeline.data.filters.language:Language",
     "classifier": "drover.pipeline.data.filters.classifier:Classifier",
     "encoding_repair": "drover.pipeline.data.filters.rewriting:EncodingRepair",

@@ -148,7 +148,7 @@ def test_pages_are_taken_if_what_reads_them_is_installed(tmp_path, monkeypatch, 
     assert "an office file; convert it to text first (`pandoc FILE.docx --to plain" in proposed
     assert "prompts: [On day " in proposed.replace('"', "")
     assert "text_field: html\n      html: fields\n      meta_fields:\n      - url\n" in proposed
-    run_here("shard", "web.yaml", "launch.processes=1")
+    run_here("shard", "web.yaml", "launch.processes=1", "shard.filters=[]", "shard.near_duplicates=null")
     counts = Run(load_config("web.yaml")).finished("shard").counts
     assert (counts["documents_in"], counts["rejected"], counts["files"]["in"]) == (42, 1, 34)
     monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "resiliparse" else find_spec(name))
@@ -166,8 +166,12 @@ def test_what_is_proposed_for_a_crawl_runs_through(tmp_path, monkeypatch, capsys
     assert "its text is not found within 0.5 s of CPU time" in output
     config = load_config("crawl.yaml")
     assert "Buy now" not in str(config.train.prompts)
-    run_here("shard", "crawl.yaml", "launch.processes=1", "shard.drop_duplicates=false")
-    counts = Run(load_config("crawl.yaml")).finished("shard").counts
+    run_here("shard", "crawl.yaml", "launch.processes=1")
+    dropped = Run(load_config("crawl.yaml")).finished("shard").counts["dropped"]
+    assert {"near_duplicate", "length", "gopher_repetition"} < {*dropped} and config.shard.keep_dropped
+    run_here("shard", "crawl.yaml", "name=all", "launch.processes=1", "shard.filters=[]", "shard.near_duplicates=null",
+             "shard.drop_duplicates=false")
+    counts = Run(load_config("crawl.yaml", ["name=all"])).finished("shard").counts
     assert (counts["rejected"], counts["documents_in"]) == (1, 107)
     read = sum(counts["text_bytes"].values())
     assert 4e6 < read < 6e6 and abs(look(Path("crawl")).text_bytes / read - 1) < 0.2
@@ -389,6 +393,32 @@ def test_a_long_text_is_divided_into_documents(notes, monkeypatch):
     monkeypatch.setattr(survey, "LONG_BYTES", 1000)
     (notes / "crlf.txt").write_bytes(b"a day at the sea\r\n\r\nanother day\r\n" * 40)
     assert {kind.separator for kind in look(notes).sources} == {"\n", "\r\n\r\n"}
+
+
+def test_sources_are_called_after_files_and_folders_and_a_small_log_is_none(tmp_path, monkeypatch, capsys):
+    """Records with a URL are pages of the web; most of the text is theirs or not."""
+    monkeypatch.chdir(tmp_path)
+    for name, fields in {"news/a": ["content", "url"], "news/b": ["content", "url"], "Bücher.2": ["text"]}.items():
+        (tmp_path / f"mine/{name}.jsonl").parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / f"mine/{name}.jsonl").write_bytes(lines([dict.fromkeys(fields, wide(number))
+                                                             for number in range(60)]))
+    for number in range(6):
+        (tmp_path / f"mine/{number}.md").write_text(wide(number))
+    (tmp_path / "mine/news/fetch.log.1").write_text("12:03 fetched\n" * 40)
+    assert "fetch.log.1: a program's log" in printed(capsys, main, "mine")
+    config = load_config("mine.yaml")
+    assert {own.name: own.meta_fields for own in config.shard.sources} == {
+        "mine": [], "news": ["url"], "Buecher": []}
+    assert config.shard.near_duplicates.preset == "fineweb" and [own.kind for own in config.shard.filters] == [
+        "normalization", "length", "gopher_repetition"]
+    (tmp_path / "mine/news/fetch.log.1").write_text("12:03 fetched by the crawler\n" * 4000)
+    (tmp_path / "mine/Bücher.2.jsonl").rename("mine/c.jsonl")
+    (tmp_path / "mine/news/c.jsonl").write_bytes(lines([{"body": wide(number)} for number in range(200)]))
+    monkeypatch.setattr("drover.pipeline.core.errors.find_spec", lambda name: None)
+    assert main(["mine", "--to", "more.yaml"]) == 0
+    config = load_config("more.yaml")
+    assert {own.name for own in config.shard.sources} == {"mine", "news", "c", "c-text", "fetch"}
+    assert config.shard.filters == [] and "near" not in Path("more.yaml").read_text()
 
 
 def test_few_files_are_a_corpus_with_held_out_text(notes):

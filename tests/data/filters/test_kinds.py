@@ -145,6 +145,24 @@ def test_labels_are_those_of_the_model(outcomes):
             made(kind="language", path=str(WITH_SCRIPTS), languages=["eng"]).open)
 
 
+def test_pages_are_dropped_by_their_site():
+    """Names of domains end at a dot: notexample.org is no part of example.org."""
+    pages = {"https://www.Example.org:80/a": "of a site to drop", "example.org./b": "of a site to drop",
+             "https://notexample.org": None, "https://me@b.org/?example.org": None, "": None, "http://[": None}
+    kept = {"https://a.edu/x": None, "https://edu.org": "of no site to keep", "": "without a URL",
+            "https://ads.a.edu": "of a site to drop"}
+    for settings, expected in ({"drop": ["example.org"]}, pages), ({"keep": ["EDU"], "drop": ["ads.a.edu"]}, kept):
+        own = made(kind="site", **settings)
+        documents = {url: Document("a", "s", "1", {"url": url or None}) for url in expected}
+        assert {url: own(document) if own(document) is not document else None
+                for url, document in documents.items()} == expected
+    chain = Chain([own])
+    document = Document("a", "s", "1", {})
+    refused(UserError, "has no url: name it in meta_fields of the source s, or give", chain, document, b"")
+    for wrong, said in ({}, "give the domains"), ({"drop": ["https://example.org"]}, "pattern"):
+        refused(ValidationError, said, made, kind="site", **wrong)
+
+
 def test_documents_of_mixed_languages_are_judged_by_their_lines(outcomes):
     """By characters; lines without any count for nothing. A line of unknown language counts against the share."""
     english, german = "The ship and the rain have been seen", "Der Regen und das Schiff sind nicht gekommen"
