@@ -21,7 +21,7 @@ if __package__ in (None, ""):  # run as a script: find the packages, and let no 
 
 from drover.pipeline.core.console import Watch, counted, watch_of
 from drover.pipeline.core.errors import UserError, listed
-from drover.pipeline.core.files import Ledger, output_record, sha256_json, write_json
+from drover.pipeline.core.files import Ledger, output_record, sha256_json, write_json, write_text
 from drover.pipeline.evaluation.selection import chosen_tasks, selected
 from drover.pipeline.evaluation.tasks import go_offline
 
@@ -102,7 +102,7 @@ def evaluate(work: Work) -> None:
     from drover.pipeline.contract.workers import TASKS
     from drover.pipeline.data.token_shards import ShardTable
     from drover.pipeline.evaluation.aggregates import aggregated
-    from drover.pipeline.evaluation.results import as_json, figures, rounded, summary, validation_results
+    from drover.pipeline.evaluation.results import DOCUMENTS, as_json, figures, rounded, summary, validation_results
     from drover.pipeline.evaluation.validation import compare
     from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
     from drover.pipeline.records.checkpoints import step_of
@@ -142,10 +142,13 @@ def evaluate(work: Work) -> None:
             results = as_json(work.config, opened.config, validation_results(validation, compared), tasks,
                               continuations) | rounded(aggregated(selected(work.config), tasks))
             write_json(work.folder / "results.json", results)
+            write_text(work.folder / "documents.jsonl", "".join(
+                f"{json.dumps(document)}\n" for document in validation[DOCUMENTS]))
             for line in summary(results):
                 work.say(line)
             total = results["validation"]["overall"]
-            work.commit([output_record(work.folder, work.folder / "results.json")], {
+            names = ("results.json", "documents.jsonl")
+            work.commit([output_record(work.folder, work.folder / name) for name in names], {
                 "bits_per_byte": total["bits_per_byte"], "validation_tokens": total["targets"],
                 "validation_bytes": total["bytes"], "tasks": len(tasks), "ranks": ranks.world,
                 "dp_shard": opened.placed.shards, "device": str(ranks.device.type), "device_name": ranks.device_name,

@@ -108,6 +108,11 @@ class ValidationBatches:
             first = (turn * self.world + self.rank) * self.batch
             yield self._build(range(first, min(first + self.batch, len(self._windows))))
 
+    @property
+    def pieces(self) -> Iterator[tuple[int, str, TextPiece]]:
+        """Every piece with the number of its window and its source, in the order of the windows."""
+        return ((number, name, piece) for number, (name, pieces) in enumerate(self._windows) for piece in pieces)
+
     def _build(self, windows: range) -> ValidationBatch:
         shape = (max(1, len(windows)), self.length)
         tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
@@ -143,8 +148,8 @@ def pack_windows(lengths: Sequence[int], window: int) -> list[list[TextPiece]]:
 
 @torch.no_grad()
 def measure(forward: Forward, batches: ValidationBatches, device: torch.device | str = "cpu",
-            copies: int = 1, together: AbstractContextManager[Any] | None = None, watch: Watch = iter
-            ) -> dict[str, Measurement]:
+            copies: int = 1, together: AbstractContextManager[Any] | None = None, watch: Watch = iter,
+            by_document: bool = False) -> dict[str, Measurement]:
     """Nats, targets and bytes of each source, the same on every rank.
 
     Called by all ranks together when there are several; `copies` of them (a tensor-parallel group) hold equal
@@ -152,20 +157,33 @@ def measure(forward: Forward, batches: ValidationBatches, device: torch.device |
     `model(tokens, labels, documents=documents, positions=positions, reduction="none")`, the model being in evaluation
     mode.
 
-    together: a context for the measurement alone, which may synchronize ranks by collectives.
+    together: a context for the measurement alone, which may synchronize ranks by collectives. by_document: also the
+    nats of each document.
     """
     sources = batches.sources
     device = torch.device(device)
-    sums = torch.zeros(len(sources), dtype=torch.float64, device=exact(device))
+    pieces = [*batches.pieces] if by_document else []
+    ends = np.searchsorted([window for window, _, _ in pieces], range(len(sources) + 1)).tolist()
+    sums = torch.zeros(len(sources) + len(pieces), dtype=torch.float64, device=exact(device))
     with together or nullcontext():
         for windows, inputs in watch(batches):
-            nats = forward(*(tensor.to(device) for tensor in inputs)).to(sums.device).sum(dim=1, dtype=torch.float64)
+            losses = forward(*(tensor.to(device) for tensor in inputs)).to(sums.device)
+            nats = losses.sum(dim=1, dtype=torch.float64)
             if len(windows):
                 sums[windows.to(sums.device)] = nats
+            for window, row in zip(windows.tolist(), losses, strict=False) if by_document else ():
+                sizes = [piece.stop - piece.start for _, _, piece in pieces[ends[window]:ends[window + 1]]]
+                own = np.add.reduceat(row.double().cpu().numpy(), np.cumsum([0, *sizes[:-1]]))
+                place = len(sources) + ends[window]
+                sums[place:place + len(own)] = torch.from_numpy(own)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(sums)  # every window is zero on all ranks but the copies: the sum is exact
         sums /= copies
-    per_window = sums.tolist()
+    per_window = sums[:len(sources)].tolist()
+    documents = {name: np.zeros(len(text.documents) if by_document else 0) for name, text in batches.texts.items()}
+    for (_, name, piece), value in zip(pieces, sums[len(sources):].tolist(), strict=True):
+        documents[name][piece.document] += value
     return {name: Measurement(math.fsum(value for value, source in zip(per_window, sources, strict=True)
-                                        if source == name), batches.targets[name], text.text_bytes)
+                                        if source == name), batches.targets[name], text.text_bytes,
+                              tuple(documents[name].tolist()))
             for name, text in batches.texts.items()}

@@ -28,6 +28,8 @@ MEANING = {
 }
 ALONE = ("gzip -9", "xz -9")
 """The baselines that have seen no training text, which the model has."""
+DOCUMENTS = "by_document"
+"""Of what is measured of validation text, the part that documents.jsonl has, not results.json."""
 OVERALL = ""
 """All sources together; no source has an empty name."""
 DEFINITIONS = {
@@ -59,7 +61,7 @@ def validation_results(measured: Mapping[str, Any], baselines: Mapping[str, Mapp
     of_total = baselines.get(OVERALL if len(sources) > 1 else next(iter(sources)), {})
     return {"sources": {name: _validation_entry(counts, baselines.get(name, {})) for name, counts in sources.items()},
             "overall": _validation_entry(total, of_total),
-            **{name: part for name, part in measured.items() if name != "sources"}}
+            **{name: part for name, part in measured.items() if name not in ("sources", DOCUMENTS)}}
 
 
 def _validation_entry(counts: Mapping[str, Any], baselines: Mapping[str, float]) -> Any:

@@ -47,11 +47,13 @@ def decimals(value: float, form: str) -> str:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A model's loss on a text. `nats` is the sum over `targets` tokens, which encode `text_bytes` bytes."""
+    """A model's loss on a text. `nats` is the sum over `targets` tokens, which encode `text_bytes` bytes; `documents`
+    has the nats of each document, if they were requested."""
 
     nats: float
     targets: int
     text_bytes: int
+    documents: tuple[float, ...] = ()
 
     @property
     def bits_per_byte(self) -> float:

@@ -33,7 +33,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.remote_tokens import shards_of
 from drover.pipeline.data.text_shards import SPLITS
 from drover.pipeline.data.token_shards import Chosen, ChosenDocuments, Shards, choose
-from drover.pipeline.evaluation.results import AFTER, OVERALL
+from drover.pipeline.evaluation.results import AFTER, DIGITS, DOCUMENTS, OVERALL
 from drover.pipeline.tokenization.texts import ShardTexts, shard_texts
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def chosen_documents(work: Work) -> dict[str, Chosen]:
 
 
 def measure_validation(work: Work, ranks: Ranks, opened: OpenedModel, length: int, watch: Watch) -> dict[str, Any]:
-    """The loss on each source's validation text, and how much text was measured. Every rank reads the documents
-    of its own batches. length: tokens per window."""
+    """The loss on each source's validation text, and how much text was measured; under DOCUMENTS, a record for each
+    document. Every rank reads the documents of its own batches. length: tokens per window."""
     from drover.pipeline.evaluation.bits_per_byte import ValidationBatches, ValidationText, measure
 
     chosen = ranks.by_leader(lambda: chosen_documents(work))
@@ -71,13 +71,18 @@ def measure_validation(work: Work, ranks: Ranks, opened: OpenedModel, length: in
                                 world=ranks.world)
     measured = measure(lambda tokens, labels, documents, positions: opened.model(
         tokens, labels, documents=documents, positions=positions, reduction="none"), batches, ranks.device,
-        together=opened.placed.together, watch=watch)
+        together=opened.placed.together, watch=watch, by_document=True)
     return {"sources": {source: {
         "nats": measured[source].nats, "targets": measured[source].targets, "bytes": measured[source].text_bytes,
         "documents": len(documents), "tokens": int(documents.lengths.sum()), "of_documents": documents.of_documents,
         "of_tokens": documents.of_tokens} for source, documents in chosen.items()},
         "without_validation_text": [source for source in work.config.source_names if source not in chosen],
-        "window": length}
+        "window": length,
+        DOCUMENTS: [{"source": source, "key": shards[source][number].document_key(place), "bytes": size,
+                     "nats": round(nats, DIGITS)}
+                    for source, documents in chosen.items() for number, place, size, nats in zip(
+                        documents.shards.tolist(), documents.places.tolist(), documents.text_bytes.tolist(),
+                        measured[source].documents, strict=True)]}
 
 
 def validation_texts(texts: Mapping[str, ShardTexts], shards: Shards, chosen: Chosen) -> Iterator[bytes]:

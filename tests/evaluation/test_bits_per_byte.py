@@ -70,4 +70,7 @@ def test_every_target_counts_exactly_once(lengths, batch, world):
                 assert len({token // 100 for token in tokens}) == 1 and positions == tuple(range(len(positions)))
         assert text.documents.read == {label // 100 for label in labels}
         seen.update(labels)
+    of_documents = measure(lambda tokens, labels, *_: (labels != IGNORED) * labels.double(), ValidationBatches(
+        {"y": texts[0], "x": texts[0]}, length=window, batch=batch), by_document=True)["x"].documents
+    assert list(of_documents) == [row[1:].sum() for row in rows], "whatever shares their windows"
     assert seen == Counter(100 * number + t for number, length in enumerate(lengths) for t in range(1, length))

@@ -2,6 +2,7 @@
 
 import gzip
 import lzma
+import math
 import re
 
 import pytest
@@ -14,7 +15,7 @@ from drover.pipeline.config.loading import load_config, save_config
 from drover.pipeline.contract.entry import INTERRUPTED
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
-from drover.pipeline.core.files import read_json
+from drover.pipeline.core.files import read_json, read_lines
 from drover.pipeline.watch import main as score_checkpoints
 from drover.tools.tasks import main as fetch_tasks
 from tests.conftest import run_stage, slow
@@ -100,11 +101,15 @@ def test_a_part_of_the_validation_text_is_measured_and_said(run, evaluated, copi
 @pytest.mark.parametrize("shards", [*slow(1), 2])
 def test_two_ranks_write_the_same_bytes(small_run, evaluated, shards):
     """Also where neither holds the model: nothing but memory depends on that."""
-    folder, _ = evaluated
-    alone = (folder / "results.json").read_bytes()
+    folder, results = evaluated
+    alone = [(folder / name).read_bytes() for name in ("results.json", "documents.jsonl")]
+    documents = list(read_lines(folder / "documents.jsonl"))
+    assert math.fsum(one["nats"] for one in documents) == pytest.approx(
+        results["validation"]["overall"]["nats"], abs=1e-4)
+    assert len({one["key"] for one in documents}) == results["validation"]["overall"]["documents"]
     output = run_stage("evaluate", small_run, "--force", f"evaluate.dp_shard={shards}",
                      ranks=2).stdout
-    assert (folder / "results.json").read_bytes() == alone
+    assert [(folder / name).read_bytes() for name in ("results.json", "documents.jsonl")] == alone
     counts = manifest_of(small_run, "evaluate", "small").counts
     assert (counts["ranks"], counts["dp_shard"]) == (2, shards)
     assert ("weights sharded over 2 ranks (FSDP2" in output) == (shards == 2)
