@@ -94,6 +94,8 @@ def score(run: Run, ranks: Ranks, known: Fingerprint, every: int, *, wait: bool)
     """Score the checkpoints that are due. wait: also those to come, until training is done. Called on all ranks."""
     train = run.own_folder("train")
     scored = list[int]()
+    waits = False
+    evaluator = Work(run, "evaluate", known)
 
     def look() -> tuple[bool, list[Path]]:
         is_trained = run.manifest("train") is not None  # first: after it there is no other checkpoint
@@ -108,13 +110,15 @@ def score(run: Run, ranks: Ranks, known: Fingerprint, every: int, *, wait: bool)
         if not paths and (is_trained or not wait):
             break
         if not paths:
+            if ranks.is_rank_zero and not waits:
+                evaluator.say(f"waits for the next checkpoint at a multiple of {every:,} steps")
             time.sleep(LOOK_S)
+        waits = not paths
     if ranks.is_rank_zero:
-        end = Work(run, "evaluate", known)
         waiting = "" if is_trained else "; training is not done, and --watch waits for further checkpoints"
-        end.say(f"{counted(len(scored), 'checkpoint')} scored{waiting}")
+        evaluator.say(f"{counted(len(scored), 'checkpoint')} scored{waiting}")
         if is_trained and scored:
-            _log(end, train, scored)
+            _log(evaluator, train, scored)
 
 
 def _log(work: Work, train: Path, steps: list[int]) -> None:

@@ -17,7 +17,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby, islice
 from operator import attrgetter
@@ -39,12 +39,12 @@ from drover.pipeline.core.console import (
     table,
     watch_of,
 )
-from drover.pipeline.core.errors import UserError, listed, require
+from drover.pipeline.core.errors import REPOSITORY, UserError, listed, require
 from drover.pipeline.core.files import write_text
 from drover.pipeline.evaluation.items import ANSWER_BITS, BITS, TaskResult
 from drover.pipeline.evaluation.open_model import open_model, run_of, tokenizer_of
-from drover.pipeline.evaluation.scores import Item, decimals, scored
-from drover.pipeline.evaluation.selection import Selection, add_task_places
+from drover.pipeline.evaluation.scores import Item, Score, decimals, scored
+from drover.pipeline.evaluation.selection import OWN_TASKS, Selection, Suite, add_task_places
 from drover.pipeline.evaluation.tasks import go_offline
 from drover.pipeline.records.weight_files import weights_folder
 from drover.pipeline.storage.model_hub import names_the_hub
@@ -69,6 +69,7 @@ def add_options(parser: Parser) -> None:
     add_plugin_option(parser)
     parser.add_argument("--tasks", nargs="*", default=[], metavar="TASK", help="names of tasks")
     add_task_places(parser)
+    parser.set_defaults(task_folders=None)
     parser.add_argument("--validation", type=find_run, metavar="RUN",
                         help="also bits per byte of this run's validation text")
     parser.add_argument("--limit", type=int, metavar="N",
@@ -99,7 +100,9 @@ def work(options: argparse.Namespace) -> None:
         from drover.pipeline.reporting.comparison import compare_runs
 
         compare_runs(options.models)  # refuses what is no trained run before anything is measured
-    tasks = [*Selection(options.task_folders, options.data, "--tasks").add(options.tasks).fetched().tasks.values()]
+    folders = options.task_folders or own_tasks(options.models)
+    selection = Selection(folders, options.data, "--tasks").add(options.tasks).fetched()
+    tasks = [*selection.tasks.values()]
     if problems := [problem for task in tasks for problem in task.problems()]:
         raise UserError(listed(problems))
     validation = None if options.validation is None else run_in(options.validation)
@@ -139,7 +142,8 @@ def work(options: argparse.Namespace) -> None:
                     echo(f"measuring {name}: {what}", file=sys.stderr)
                     model.watch = watch_of("compare", f"{name}, {what}", sys.stderr)
                 results[name][what] = measure()
-        scores = [rounded(row) for row in rows(results)]
+        every = [*rows(results), *suite_rows(results, selection.suites.values())]
+        scores = [rounded(row) for row in every]
         made = {"format": FORMAT, "models": {name: str(path) for name, path in paths.items()},
                 "dtype": options.dtype, "window": options.length, "limit": options.limit,
                 "rows": scores, "notes": [*weak_intervals(scores), *(
@@ -158,6 +162,13 @@ def deliverable(path: Path) -> Path:
     for any other folder, `path` itself, from which `open_model` takes a run's newest checkpoint."""
     run = run_of(path) if (path / "config.yaml").is_file() else None
     return run.stage_folder("convert") / "hf" if run is not None and run.manifest("convert") is not None else path
+
+
+def own_tasks(models: Sequence[Path]) -> list[Path]:
+    """The folders with own tasks: configs/tasks, and those of the models' runs that exist here, which win."""
+    runs = [run for path in models if (run := run_of(path)) is not None]
+    named = [REPOSITORY / folder for run in runs for folder in run.config.evaluate.task_folders]
+    return [*OWN_TASKS, *(folder for folder in dict.fromkeys(named) if folder.is_dir())]
 
 
 def validation_result(model: HarnessModel, run: Run, documents: int | None) -> TaskResult:
@@ -209,25 +220,56 @@ def rows(results: Mapping[str, Mapping[str, TaskResult]]) -> Iterator[dict[str, 
                        "n": result["items"], "model": model,
                        **(scored(items) if metric == ANSWER_BITS else result["metrics"][metric]),
                        "chance": result["chance"] if metric.startswith("acc") else None,
-                       **(difference(of_items[metric], items) if is_compared else {})}
+                       **(interval(difference(of_items[metric], items)) if is_compared else {})}
 
 
-def difference(first: Sequence[Item], second: Sequence[Item]) -> dict[str, float | None]:
-    """`difference` of the second model's score from the first's, on the items that both have: nan for no items. `low`
-    and `high`: the 95% interval; None for fewer than two items.
+def suite_rows(results: Mapping[str, Mapping[str, TaskResult]], suites: Iterable[Suite]) -> Iterator[dict[str, Any]]:
+    """A row a suite and model: its score, and its difference from the first model's. The interval is that of a mean of
+    the tasks' differences on the same items. results: by model and task."""
+    from drover.pipeline.evaluation.aggregates import suite_result
+
+    first, *_ = results.values()
+    for suite in suites:
+        names = {name for member in suite.members for name in member.tasks}
+        expected = suite_result(suite, first)["value"]
+        for model, own in results.items():
+            result = suite_result(suite, own)
+            differences = suite_result(suite, {name: {**own[name], "metrics": paired(first[name], own[name])}
+                                               for name in names})
+            apart: Score = {"value": None if None in (expected, result["value"]) else result["value"] - expected,
+                            "stderr": differences["stderr"]}
+            yield {"task": suite.name, "version": None, "few_shot": None, "metric": "score", "higher_is_better": True,
+                   "n": sum(first[name]["items"] for name in names), "model": model,
+                   **{key: result[key] for key in ("value", "stderr", "chance")},
+                   **(interval(apart) if own is not first else {})}
+
+
+def paired(first: TaskResult, second: TaskResult) -> dict[str, Score]:
+    """The differences of a task's metrics that are means over items."""
+    before, after = first["per_item"]["metrics"], second["per_item"]["metrics"]
+    return {metric: difference(before[metric], after[metric]) for metric in before if metric in after}
+
+
+def difference(first: Sequence[Item], second: Sequence[Item]) -> Score:
+    """The difference of the second model's score from the first's, on the items that both have, and its standard error:
+    nan for no items, and None for fewer than two.
 
     Two models on the same items differ by D = sum(d_i) / sum(w_i), where d_i is the value of the second less that of
     the first. It is a score of its own, whose standard error is smaller than the root of the sum of the two squared
-    errors if the models find the same items hard (Miller, Adding Error Bars to Evals, 2024, section 4). D +- 1.96
-    stderr(D) holds the true difference in 95 of 100 comparisons, by the normal distribution: of some 30 items and more.
+    errors if the models find the same items hard (Miller, Adding Error Bars to Evals, 2024, section 4).
     """
     both = [(one, other) for one, other in zip(first, second, strict=True) if one is not None and other is not None]
     assert all(one[1] == other[1] for one, other in both), "these are not the same items"
-    result = scored([(other[0] - one[0], one[1]) for one, other in both])
-    apart, stderr = result["value"], result["stderr"]
-    if apart is None or stderr is None:
-        return {"difference": apart, "low": None, "high": None}
-    return {"difference": apart, "low": apart - NORMAL_95 * stderr, "high": apart + NORMAL_95 * stderr}
+    return scored([(other[0] - one[0], one[1]) for one, other in both])
+
+
+def interval(apart: Score) -> dict[str, float | None]:
+    """A `difference`, and its 95% interval from `low` to `high`: D +- 1.96 stderr(D) holds the true difference in 95 of
+    100 comparisons, by the normal distribution: of some 30 items and more. None without a standard error."""
+    middle, stderr = apart["value"], apart["stderr"]
+    if middle is None or stderr is None:
+        return {"difference": middle, "low": None, "high": None}
+    return {"difference": middle, "low": middle - NORMAL_95 * stderr, "high": middle + NORMAL_95 * stderr}
 
 
 def weak_intervals(scores: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from drover.model.config import ModelConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.console import counted, first
 from drover.pipeline.core.errors import installed_version
-from drover.pipeline.evaluation.items import TaskResult
+from drover.pipeline.evaluation.items import ANSWER_BITS, TaskResult
 from drover.pipeline.evaluation.scores import Measurement, Score, decimals
 
 FORMAT = 1
@@ -115,12 +115,13 @@ def library_versions() -> dict[str, str]:
 
 def figures(results: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
     """The results that loggers draw: bits per byte of all validation text, and by source if there are several; the
-    metrics of the tasks."""
+    metrics of the tasks, and the bits per byte of their right answers."""
     sources = results["validation"]["sources"]
     entries = {"": results["validation"]["overall"], **(sources if len(sources) > 1 else {})}
     return {"validation_text_bpb": {name: entry["bits_per_byte"] for name, entry in entries.items()},
             "task_scores": {f"{name}/{metric}": entry["value"] for name, task in results["tasks"].items()
                             for metric, entry in task["metrics"].items()}
+            | {f"{name}/{ANSWER_BITS}": task[ANSWER_BITS] for name, task in results["tasks"].items()}
             | {f"{name}/score": suite["value"] for name, suite in results.get("suites", {}).items()}}
 
 

@@ -185,12 +185,14 @@ def suite_files() -> dict[str, Path]:
 
 DATA = "task_data"
 """The default folder of fetched data sets."""
+OWN_TASKS = [REPOSITORY / "configs/tasks"]
+"""The default folders of own tasks."""
 
 
 def add_task_places(parser: argparse.ArgumentParser) -> None:
     """--task-folders and --data."""
-    parser.add_argument("--task-folders", nargs="+", type=Path, default=[REPOSITORY / "configs/tasks"],
-                        metavar="FOLDER", help="own tasks (default: configs/tasks)")
+    parser.add_argument("--task-folders", nargs="+", type=Path, default=OWN_TASKS, metavar="FOLDER",
+                        help="own tasks (default: configs/tasks, and those of compared runs)")
     parser.add_argument("--data", type=Path, default=Path(DATA), metavar="FOLDER",
                         help=f"fetched data sets (default: {DATA})")
 

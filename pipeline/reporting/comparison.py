@@ -3,11 +3,12 @@ scores that were measured together, and those of checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from drover.pipeline.config.section import flatten
 from drover.pipeline.contract.run import Run, run_in
@@ -15,8 +16,8 @@ from drover.pipeline.core.console import counted, first
 from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.core.files import Record, read_record
 from drover.pipeline.evaluation.checkpoint_scores import read_scores
-from drover.pipeline.records.metrics import Line, RunFacts
-from drover.pipeline.reporting.chapters.results import score_curves, score_series
+from drover.pipeline.records.metrics import RunFacts
+from drover.pipeline.reporting.chapters.results import score_charts
 from drover.pipeline.reporting.chapters.training import curve
 from drover.pipeline.reporting.document import (
     Block,
@@ -27,7 +28,6 @@ from drover.pipeline.reporting.document import (
     Series,
     Table,
     value,
-    words,
     written,
 )
 from drover.pipeline.reporting.facts import Facts
@@ -55,14 +55,7 @@ class ComparedRun:
         if not metrics:
             raise UserError(f"{self.run.folder} has no step of training. Leave it out, or train it first.")
         scores = [one for one in read_scores(self.run.stage_folder("train")) if one.step <= metrics[-1]["step"]]
-        return Facts(self.run.config, {}, metrics=metrics, scores=scores)
-
-    @cached_property
-    def flops_per_token(self) -> float:
-        """Floating-point operations of training on one token, as MFU counts them."""
-        made = self.run.finished("tokenizer")
-        shape = self.run.config.model.with_vocabulary(made.counts["vocab_size"])
-        return shape.flops_per_token(self.run.config.train.sequence_length, causal=False)
+        return Facts(self.run.config, {"tokenizer": self.run.finished("tokenizer")}, metrics=metrics, scores=scores)
 
     @cached_property
     def settings(self) -> dict[str, object]:
@@ -81,11 +74,9 @@ class ComparedRun:
         made = self.run.finished("encode")
         return sorted(record["sha256"] for record in made.outputs if record.get("split") == "validation")
 
-    def series(self, field: str, over: Callable[[Line], float]) -> Series:
-        """The values of a field, where there are many their means over windows. over: the x of a line."""
-        steps = {line["step"]: over(line) for line in self.facts.metrics}
-        points = {steps[step]: number for step, number in self.facts.series(field, self.facts.updates).items()}
-        return replace(curve(points)[-1], name=self.name)
+    def series(self, field: str, measure: Callable[[Mapping[str, Any]], float]) -> Series:
+        """The values of a field over a measure, where there are many their means over windows."""
+        return replace(curve(self.facts.over(measure, field))[-1], name=self.name)
 
     @cached_property
     def row(self) -> Record:
@@ -94,7 +85,7 @@ class ComparedRun:
         results = read_record(self.run.stage_folder("evaluate") / "results.json", Record, "Evaluate the run again.")
         losses = self.series("loss", itemgetter("step"))
         return {"name": self.name, "steps": last["step"], "of": self.run.config.train.steps, "tokens": last["tokens"],
-                "flops": last["tokens"] * self.flops_per_token, "train_s": last["train_s"], "loss": losses.y[-1],
+                "flops": self.facts.measures["FLOPs"](last), "train_s": last["train_s"], "loss": losses.y[-1],
                 "exported": value("validation[overall][bits_per_byte]", results or {})}
 
 
@@ -110,12 +101,13 @@ def compare_runs(folders: Sequence[Path], scores: Sequence[Block] = ()) -> Repor
     for folder, name in zip(folders, names, strict=True):
         try:
             runs.append(ComparedRun(name if names.count(name) == 1 else str(folder), run_in(folder)))
-            _ = runs[-1].facts, runs[-1].flops_per_token, runs[-1].validation_text
+            _ = runs[-1].facts, runs[-1].validation_text
         except UserError as error:
             wrong.append(str(error))
     if wrong:
         raise UserError(listed(wrong))
-    chapters = {"Runs": [runs_table(runs)], "Scores": scores, "Scores while training": score_charts(runs),
+    while_training = [*score_charts({run.name: run.facts for run in runs})]
+    chapters = {"Runs": [runs_table(runs)], "Scores": scores, "Scores while training": while_training,
                 **curves(runs), "Settings": [settings_table(runs)]}
     filled = {title: [block for block in blocks if block] for title, blocks in chapters.items()}
     return ReportDocument(
@@ -159,25 +151,15 @@ def curves(runs: Sequence[ComparedRun]) -> dict[str, list[Block]]:
     longest = max(run.facts.metrics[-1]["train_s"] for run in runs)
     time = max((unit for unit, seconds in TIMES.items() if longest >= LEAST_UNITS * seconds), key=TIMES.__getitem__,
                default="seconds of training")
-    measures: dict[str, Callable[[ComparedRun, Line], float]] = {
-        "tokens": lambda run, line: line["tokens"], "steps": lambda run, line: line["step"],
-        "FLOPs": lambda run, line: line["tokens"] * run.flops_per_token,
-        time: lambda run, line: line["train_s"] / TIMES[time]}
+    measures: dict[str, Callable[[ComparedRun], Callable[[Mapping[str, Any]], float]]] = {
+        "tokens": lambda run: run.facts.measures["tokens"], "steps": lambda _: itemgetter("step"),
+        "FLOPs": lambda run: run.facts.measures["FLOPs"], time: lambda _: lambda line: line["train_s"] / TIMES[time]}
     sources = dict.fromkeys(source for run in runs for source in run.run.config.source_names)
     charts = {"loss": ("Training loss", "nats per token"), **{
         f"validation_sample_bpb[{source}]": (f"Validation sample, {source}", "bits per byte") for source in sources}}
     return {f"Over {'time' if measure == time else measure}": [
-        Lines(title, unit, [run.series(field, partial(over, run)) for run in runs], over=measure)
+        Lines(title, unit, [run.series(field, over(run)) for run in runs], over=measure)
         for field, (title, unit) in charts.items()] for measure, over in measures.items()}
-
-
-def score_charts(runs: Sequence[ComparedRun]) -> list[Block]:
-    """The scores of checkpoints, a chart for each task and metric that some run has."""
-    of_runs = {run.name: score_curves([*map(vars, run.facts.scores)]) for run in runs}
-    return [Lines(f"{name}, {words(metric)}", "", [score_series(run, own[name, metric])
-                                                   for run, own in of_runs.items() if (name, metric) in own],
-                  "Bands are standard errors.", over="tokens")
-            for name, metric in dict.fromkeys(key for own in of_runs.values() for key in own)]
 
 
 def settings_table(runs: Sequence[ComparedRun]) -> Table:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.manifest import Manifest
@@ -66,6 +69,22 @@ class Facts:
     def updates(self) -> list[Line]:
         """The metrics of steps whose update was applied. The loss of other steps may be NaN, as text."""
         return [record for record in self.metrics if "skipped" not in record]
+
+    @cached_property
+    def flops_per_token(self) -> float:
+        """Floating-point operations of training on one token, as MFU counts them."""
+        shape = self.config.model.with_vocabulary(self.counts("tokenizer")["vocab_size"])
+        return shape.flops_per_token(self.config.train.sequence_length, causal=False)
+
+    @property
+    def measures(self) -> dict[str, Callable[[Mapping[str, Any]], float]]:
+        """By the name of its axis, what training has used until a record that has `tokens`."""
+        return {"tokens": itemgetter("tokens"), "FLOPs": lambda record: record["tokens"] * self.flops_per_token}
+
+    def over(self, measure: Callable[[Mapping[str, Any]], float], field: str) -> dict[float, float]:
+        """The finite values of a field by a measure, of steps whose update was applied."""
+        used = {record["step"]: measure(record) for record in self.metrics}
+        return {used[step]: number for step, number in self.series(field, self.updates).items()}
 
     def series(self, field: str, of: Sequence[Line] | None = None) -> dict[int, float]:
         """The finite values of a field by step, of all steps or of these records."""

@@ -13,7 +13,7 @@ from drover.pipeline.evaluation.checkpoint_scores import CheckpointScores
 from drover.pipeline.records.goodput import goodput
 from drover.pipeline.records.metrics import OTHER_ORDER, RunFacts
 from drover.pipeline.reporting.chapters.summary import notices
-from drover.pipeline.reporting.document import Lines, Series, Table
+from drover.pipeline.reporting.document import Series, Table
 from drover.pipeline.reporting.facts import Facts, collect
 from drover.pipeline.reporting.render import COLOURS, compose, html, markdown
 from tests.records.recorded_time import Recorded
@@ -92,13 +92,16 @@ def test_scores_of_checkpoints_are_curves_over_tokens_that_end_at_the_finished_m
     document = compose(dataclasses.replace(facts, scores=[
         CheckpointScores(200, "", 1638400, 4e14, validation, {"python_line": task}, suites={
             "core": {"value": 0.1, "stderr": 0.01}})]))
-    charts = {part.title: part for chapter in document.chapters if chapter.title == "Scores while training"
-              for part in chapter.blocks if isinstance(part, Lines)}
+    blocks = next(chapter.blocks for chapter in document.chapters if chapter.title == "Scores while training")
+    charts, of_flops = ({part.title: part for part in blocks if getattr(part, "over", "") == over}
+                        for over in ("tokens", "FLOPs"))
     final = facts.results["tasks"]["python_line"]
     chance, line = charts["python_line, acc"].series
     assert line.x == (1638400, facts.counts("train")["tokens"]) == chance.x and chance.faint
+    each, = {flops / tokens for flops, tokens in zip(of_flops["python_line, acc"].series[1].x, line.x, strict=True)}
+    assert each == facts.flops_per_token
     assert [*zip(line.y, line.errors, strict=True)] == [(0.4, 0.02), tuple(final["metrics"]["acc"].values())]
-    assert charts["core, score"].series == [Series("score ± standard error", (1638400,), (0.1,), errors=(0.01,))]
+    assert charts["core, score"].series == [Series("score", (1638400,), (0.1,), errors=(0.01,))]
     assert charts["validation text, bits per byte"].series[0].y[0] == 2.5
     assert charts["python_line, answer bits per byte"].series[0].y == (final["answer_bits_per_byte"],)
     assert "| 200 | 1,638,400 | 4.00e+14 | 2.5000 | python_line acc 0.400 ± 0.020 |" in markdown(document)

@@ -106,7 +106,7 @@ def test_beside_a_training_that_is_killed(run):
             wait_for(train_folder(run).is_dir, of=process)
             time.sleep(seconds)
     run_train(run)
-    finished(watching)
+    assert "waits for the next checkpoint at a multiple of 4 steps" in finished(watching)
     assert_scored_once(run)
     logged = [event["step"] for event in lines(run, log="events") if event["event"] == "scored"]
     assert logged == sorted({*logged})

@@ -1,6 +1,7 @@
 """Models and checkpoints on the same items: the table, and what cannot be compared."""
 
 import json
+import math
 import random
 import shlex
 import shutil
@@ -8,14 +9,16 @@ import shutil
 import pytest
 from scipy import stats
 
+from drover.pipeline.config.loading import load_config, save_config
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.core.console import draw
 from drover.pipeline.core.files import output_record, read_json, write_json
 from drover.pipeline.data.documents import Document, digest, document_key, to_json
 from drover.pipeline.data.text_shards import write_members
 from drover.pipeline.evaluation.scores import scored
+from drover.pipeline.evaluation.selection import Suite, SuiteMember
 from drover.pipeline.tokenization.conversion import byte_tokenizer
-from drover.tools.compare import difference, main, page_of, weak_intervals
+from drover.tools.compare import difference, interval, main, page_of, suite_rows, weak_intervals
 from tests.evaluation.task_pack import write_pack
 from tests.evaluation.test_contamination import text_of
 from tests.hub_server import hub  # noqa: F401 - a fixture
@@ -104,6 +107,40 @@ def test_what_cannot_be_compared_is_refused(home, arguments, message, capsys):
     assert ("measuring" in output) == ("--validation" in arguments), "refused before"
 
 
+def test_own_tasks_of_the_runs_need_no_option(home, tmp_path, capsys):
+    """And a folder that is gone hinders nobody."""
+    shutil.copytree(home / "run", tmp_path / "run")
+    settings = tmp_path / "run/config.yaml"
+    save_config(load_config(settings, [f"evaluate.task_folders=[{home}/tasks, /nowhere]"]), settings)
+    rows = json.loads(printed(capsys, main, tmp_path / "run", "--tasks", "capitals", "python_line", "--limit", "2",
+                              "--json"))
+    assert {row["task"] for row in rows["rows"]} == {"capitals", "python_line"}
+
+
+def test_a_suite_has_a_paired_difference():
+    """Its interval is that of the mean of the differences, which is narrower than the scores' errors."""
+    chance = random.Random(1)
+
+    def result(*metrics):
+        items = {f"acc{number}": [(float(hit), 1.0) for hit in hits] for number, hits in enumerate(metrics)}
+        return {"metrics": {name: scored(own) for name, own in items.items()}, "per_item": {"metrics": items},
+                "items": 400, "chance": 0.25, "answer_bits_per_byte": None}
+    hard = {name: [chance.random() for _ in range(400)] for name in "xyz"}
+    first, second = ({name: result([value < level for value in values]) for name, values in hard.items()}
+                     for level in (0.5, 0.6))
+    members = SuiteMember("x", ("x",), "acc0", None), SuiteMember("both", ("y", "z"), "acc0", 0.5)
+    suite = Suite("pack", members, {}, centred=True)
+    one, other = suite_rows({"one": first, "other": second}, [suite])
+    assert "difference" not in one and (other["n"], other["chance"], other["metric"]) == (1200, 0.0, "score")
+    x, y, z = (difference(first[name]["per_item"]["metrics"]["acc0"], second[name]["per_item"]["metrics"]["acc0"])
+               for name in hard)
+    assert other["difference"] == pytest.approx(other["value"] - one["value"])
+    assert other["difference"] == pytest.approx((x["value"] / 0.75 + (y["value"] + z["value"]) / 2 / 0.5) / 2)
+    error = math.hypot(x["stderr"] / 0.75, math.hypot(y["stderr"], z["stderr"]) / 2 / 0.5) / 2
+    assert other["high"] - other["low"] == pytest.approx(2 * 1.96 * error)
+    assert error < math.hypot(one["stderr"], other["stderr"]) / 1.5
+
+
 def test_one_model_has_scores_and_nothing_to_compare(home, capsys):
     assert main([str(home / "hf"), "--tasks", "capitals", "--task-folders", str(home / "tasks")]) == 0
     lines, progress = map(str.splitlines, capsys.readouterr())
@@ -134,7 +171,7 @@ def test_ratios_are_paired():
     chance = random.Random(3)
     first = [(size * chance.uniform(1, 2), float(size)) for size in (chance.randint(5, 80) for _ in range(300))]
     second = [(nats - size * chance.gauss(0.02, 0.1), size) for nats, size in first]
-    alone, result = scored(first), difference(first, second)
+    alone, result = scored(first), interval(difference(first, second))
     assert alone["value"] == pytest.approx(ratio(first))
     assert result["difference"] == pytest.approx(ratio(second) - ratio(first)) and result["difference"] < 0
     draws = [ratio([second[place] for place in places]) - ratio([first[place] for place in places])
@@ -148,5 +185,5 @@ def test_ratios_are_paired():
     [[1, 2], null, [3, 4]] -> [[2, 2], [9, 1], null] -> [0.5, null, null]
     [[1, 1], [1, 1], [1, 1]] -> [[1, 1], [1, 1], [1, 1]] -> [0, 0, 0]""", json.loads, json.loads, json.loads))
 def test_items_without_a_value_are_left_out_of_both(first, second, expected):
-    result = difference(first, second)
+    result = interval(difference(first, second))
     assert [result["difference"], result["low"], result["high"]] == pytest.approx(expected, nan_ok=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 
 from drover.pipeline.core.files import Record
 from drover.pipeline.evaluation.items import ANSWER_BITS, BITS
@@ -93,27 +94,46 @@ def scores(facts: Facts) -> Iterator[Block]:
     """Curves of the scores of checkpoints, and of the finished model at their end; empty without scored checkpoints."""
     if not facts.scores:
         return
-    counts = facts.counts("train")
-    rows = [vars(scores) for scores in facts.scores]
-    if facts.results and rows[-1]["step"] < counts["steps"]:
-        rows.append({**facts.results, "step": counts["steps"], "tokens": counts["tokens"]})
-    for (name, metric), points in score_curves(rows).items():
-        chances = [chance for _, _, _, chance in points if chance is not None]
-        line = score_series("score ± standard error", points)
-        by_chance = [Series("by chance", line.x, chances, faint=True)] if len(chances) == len(points) else []
-        yield Lines(f"{name}, {words(metric)}", "", [*by_chance, line], from_zero=bool(by_chance), over="tokens")
+    yield from score_charts({"score": facts})
     yield Table("Scores of checkpoints", {
         "step": "{step:,}", "tokens": "{tokens:,}", "training FLOPs": "{flops:.2e}",
         "bits per byte": "{validation[overall][bits_per_byte]:.4f}", "tasks": "{scores}"},
-        [{**row, "scores": "; ".join(score_texts(row["tasks"]))} for row in spread(rows, MOST_ROWS)],
-        "± and bands are standard errors; train/scores has all scores.")
+        [{**row, "scores": "; ".join(score_texts(row["tasks"]))} for row in spread(score_rows(facts), MOST_ROWS)],
+        "± is a standard error; train/scores has all scores.")
+
+
+def score_rows(facts: Facts) -> list[Record]:
+    """The scores of checkpoints, and at their end those of the finished model."""
+    rows: list[Record] = [vars(scores) for scores in facts.scores]
+    if facts.results and rows[-1]["step"] < (counts := facts.counts("train"))["steps"]:
+        rows.append({**facts.results, "step": counts["steps"], "tokens": counts["tokens"]})
+    return rows
+
+
+def score_charts(runs: Mapping[str, Facts]) -> Iterator[Lines]:
+    """For each score that some run has, a chart over each measure of what training has used, with the level of chance.
+    runs: by the name of their lines."""
+    names = dict.fromkeys(key for facts in runs.values()
+                          for key in score_curves(score_rows(facts), itemgetter("tokens")))
+    for name, metric in names:
+        for over in ("tokens", "FLOPs"):
+            curves = {run: points for run, facts in runs.items() if (
+                points := score_curves(score_rows(facts), facts.measures[over]).get((name, metric)))}
+            every = [point for points in curves.values() for point in points]
+            chance, *others = dict.fromkeys(level for *_, level in every)
+            ends = min(every)[0], max(every)[0]
+            by_chance = [Series("by chance", ends, (chance, chance), faint=True)] if chance and not others else []
+            alone = f" Only {', '.join(curves)} has this score." if len(curves) < len(runs) else ""
+            yield Lines(f"{name}, {words(metric)}", "", [*by_chance, *map(score_series, curves, curves.values())],
+                        f"Bands are standard errors.{alone}", from_zero=bool(by_chance), over=over)
 
 
 ScorePoint = tuple[float, float, float, float | None]
-"""Tokens, score, standard error, and for accuracies the level of chance."""
+"""What training has used, score, standard error, and for accuracies the level of chance."""
 
 
-def score_curves(rows: Sequence[Record]) -> dict[tuple[str, str], list[ScorePoint]]:
+def score_curves(rows: Sequence[Record], measure: Callable[[Record], float]
+                 ) -> dict[tuple[str, str], list[ScorePoint]]:
     """The points of each score by task, or `validation text`, and metric. rows: `tokens`, and `validation` and `tasks`
     as in results.json."""
     curves = defaultdict[tuple[str, str], list[ScorePoint]](list)
@@ -126,13 +146,13 @@ def score_curves(rows: Sequence[Record]) -> dict[tuple[str, str], list[ScorePoin
             answers = {"value": task.get(bits), "stderr": task.get("answer_bits_stderr")}
             for metric, entry in {**task["metrics"], bits: answers}.items():
                 if entry["value"] is not None:
-                    curves[name, metric].append((row["tokens"], entry["value"], entry.get("stderr") or 0.0,
+                    curves[name, metric].append((measure(row), entry["value"], entry.get("stderr") or 0.0,
                                                  task.get("chance") if metric.startswith(("acc", "score")) else None))
     return curves
 
 
 def score_series(name: str, points: Sequence[ScorePoint]) -> Series:
-    """A line of scores over tokens."""
+    """A line of scores."""
     x, y, errors, _ = zip(*points, strict=True)
     return Series(name, x, y, errors=errors)
 

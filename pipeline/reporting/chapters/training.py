@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from statistics import fmean
 
@@ -61,6 +61,10 @@ def training(facts: Facts) -> Iterator[Block]:
     if facts.validation and facts.config.train.validation_every is not None:
         yield filled(SAMPLE, {**facts.validation, "sample": facts.config.train.validation_tokens})
     yield _losses(facts)
+    for over, measure in facts.measures.items():
+        points = {source: facts.over(measure, f"validation_sample_bpb[{source}]") for source in _sources(facts)}
+        yield Lines("Validation sample", "bits per byte", [
+            Series(source, [*own], [*own.values()]) for source, own in points.items() if own], over=over)
     for title, name in CURVES.items():
         yield Lines(title, "", curve(facts.series(name, facts.updates)), from_zero=True)
     yield _steps(facts)
@@ -72,10 +76,15 @@ def training(facts: Facts) -> Iterator[Block]:
 def _losses(facts: Facts) -> Lines:
     """Training and validation loss in one chart."""
     losses = curve(facts.series("loss", facts.updates), "training, ")
-    for source in value("splits[validation]", facts.counts("encode")) or ():
+    for source in _sources(facts):
         if points := facts.series(f"validation_sample_loss[{source}]"):
             losses.append(Series(f"validation sample, {source}", list(points), list(points.values())))
     return Lines("Loss", "nats per token", losses)
+
+
+def _sources(facts: Facts) -> Iterable[str]:
+    """Those with validation text."""
+    return value("splits[validation]", facts.counts("encode")) or ()
 
 
 def curve(points: Mapping[int, float] | Mapping[float, float], name: str = "") -> list[Series]:
