@@ -58,6 +58,9 @@ STAGE_FUNCTIONS: dict[str, dict[str, str]] = {
                  "renews": "drover.pipeline.evaluation.tasks:only_kept_differs"}}
 """Functions of stages that the contract calls (`drover.pipeline.contract.stages.Stage.functions`)."""
 
+EVALUATOR = "drover.pipeline.watch:main"
+"""Scores the checkpoints of a run."""
+
 
 def name_of(item: Kind) -> str:
     """The name of a filter in the counts."""

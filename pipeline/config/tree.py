@@ -58,9 +58,9 @@ class EvaluateConfig(Section):
     its share of the host's); else as few ranks as hold them so. Results are bit-identical. Generation is slow with
     sharded weights: each new token all-gathers all of them once."""
     every: PositiveInt | None = execution(None)
-    """Steps between two checkpoints that `drover evaluate RUN --watch` scores while training continues; null: none. A
-    multiple of train.checkpoint.every_steps. Training keeps these checkpoints until they were scored, so without that
-    program it keeps all of them."""
+    """Steps between two checkpoints that are scored while the run trains; null: none. A multiple of
+    train.checkpoint.every_steps. Training pauses for each, unless `drover evaluate RUN --watch` scores them elsewhere.
+    It keeps these checkpoints until they were scored."""
     tasks: list[str] = []
     """Names of lm-evaluation-harness tasks: your own under `task_folders`, or the harness's own tasks, groups and tags,
     whose data `drover tasks fetch` has downloaded into `task_data`. NAME_5shot puts five examples before each

@@ -32,7 +32,7 @@ CAUSES = {
     STALL: "the loop waited for a checkpoint",
     RECOMPUTED: "steps that were done, and undone by a restart or rollback",
     HANG: "from the last step to the end of a start that hung",
-    VALIDATION: "measuring validation text, and sample texts",
+    VALIDATION: "measuring validation text, sample texts, and pauses for the scores of checkpoints",
     STOPPED: "between a stop on request, or the end of training, and the next start",
     OTHER: "the step in which a start was killed, noticing that it was, writing logs",
 }

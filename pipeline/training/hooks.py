@@ -12,21 +12,32 @@ Four are here: when to save, when to stop, when to collect garbage, and which ch
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
 import signal
+import sys
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.config.kinds import Kind
-from drover.pipeline.contract.state import STOP
+import torch
+
+from drover.pipeline.config.kinds import Kind, imported
+from drover.pipeline.config.shipped import EVALUATOR
+from drover.pipeline.contract.locks import lock
+from drover.pipeline.contract.state import LOCAL, RANK_VARIABLES, STOP, this_job
 from drover.pipeline.contract.workers import StopRequest, cause_of
+from drover.pipeline.core.background import end_with_parent
+from drover.pipeline.core.console import duration
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.checkpoint_scores import SCORED, CheckpointScores, is_scored, read_scores
 from drover.pipeline.evaluation.results import figures
-from drover.pipeline.records.checkpoints import SCORES
+from drover.pipeline.records.checkpoints import SCORES, checkpoint_name
 from drover.pipeline.records.metrics import TrainingRecords
 
 if TYPE_CHECKING:
@@ -157,8 +168,12 @@ class Garbage(Hook):
 class Scores(Hook):
     """Keeps the checkpoints at multiples of `every` steps until `drover evaluate` has scored them, and logs the scores.
 
-    Training logs them as events because loggers take one writer at a time: TensorBoard reads only the newest file of a
-    run.
+    If no evaluator works on the run, and a submission to Slurm has queued none, training pauses after each of these
+    checkpoints while `drover evaluate` scores it. This is a process of its own, so an evaluator that fails or is killed
+    costs training nothing.
+
+    Training logs the scores as events because loggers take one writer at a time: TensorBoard reads only the newest file
+    of a run.
     """
 
     def __init__(self, folder: Path, every: int) -> None:
@@ -169,6 +184,52 @@ class Scores(Hook):
     def needs(self, step: int) -> bool:
         """See Hook."""
         return step % self.every == 0 and not is_scored(self.folder, step)
+
+    def look(self, loop: Loop) -> Mapping[str, object]:
+        """Pause until the step's checkpoint was scored, if nobody else scores it. The time counts as validation."""
+        step = loop.progress.step
+        if step % self.every or not loop.ranks.by_leader(lambda: self._is_left_to_us(loop)):
+            return {}
+        began = time.monotonic()
+        with loop.recorder.looking(), loop.paused():
+            loop.saver.wait()
+            torch.cuda.empty_cache()  # the evaluator needs room for the weights
+            evaluator = multiprocessing.get_context("spawn").Process(
+                target=evaluate_once, args=(loop.work.run.folder, loop.config.plugins, os.getpid()), daemon=True)
+            if loop.ranks.is_rank_zero:
+                evaluator.start()
+            while loop.ranks.by_leader(lambda: self._works(evaluator, loop)):
+                pass  # rank 0 waits, and the others for rank 0
+        if loop.ranks.is_rank_zero:
+            name = checkpoint_name(step)
+            loop.say(f"paused {duration(time.monotonic() - began)} to score {name}" if self._has(step) else
+                     f"warning: {name} was not scored. It is kept until `drover evaluate` has scored it")
+        self.on_finish(loop)
+        return {}
+
+    def _is_left_to_us(self, loop: Loop) -> bool:
+        """Whether the step's checkpoint has no scores, and no evaluator works on the run or will."""
+        chain = this_job().chain
+        if (chain and not chain.startswith(LOCAL)) or self._has(loop.progress.step):
+            return False
+        with suppress(UserError):
+            lock(loop.work.run.folder, SCORES).close()
+            return True
+        return False
+
+    def _has(self, step: int) -> bool:
+        """Whether a checkpoint was scored; a damaged record counts as no score, and is named by who writes it."""
+        with suppress(UserError):
+            return is_scored(self.folder, step)
+        return False
+
+    def _works(self, evaluator: BaseProcess, loop: Loop) -> bool:
+        """Whether the evaluator is still at work, after a while. A request to stop ends it."""
+        evaluator.join(LOOK_EVERY_S)
+        if any(loop.stop.votes()):
+            evaluator.kill()
+            evaluator.join()
+        return evaluator.is_alive()
 
     def after_step(self, loop: Loop) -> None:
         """See Hook."""
@@ -187,6 +248,15 @@ class Scores(Hook):
             loop.recorder.flush()
         except (UserError, OSError) as error:
             loop.say(f"warning: no scores are logged: {error}")
+
+
+def evaluate_once(run: Path, plugins: Sequence[str], parent: int) -> None:
+    """Score the checkpoints that are due, in a process that ends with training and is no rank of it."""
+    end_with_parent(parent)
+    for name in (*RANK_VARIABLES, "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    sys.exit(imported(EVALUATOR, "evaluate.every")(
+        [str(run), *(word for plugin in plugins for word in ("--plugin", plugin))]))
 
 
 def unlogged(folder: Path) -> list[CheckpointScores]:

@@ -1,21 +1,39 @@
 """Checkpoints are scored while training runs, and both are killed: each score is that of the stage, and made once."""
 
+import os
 import random
+import re
 import shlex
 import shutil
+import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from drover.launch.status import main as status
 from drover.pipeline.config.loading import load_config, save_config
+from drover.pipeline.contract.locks import lock
 from drover.pipeline.core.files import read_json, read_lines
 from drover.pipeline.evaluation.checkpoint_scores import read_scores
+from drover.pipeline.records.checkpoints import SCORES
+from drover.pipeline.records.goodput import VALIDATION, goodput
+from drover.pipeline.records.metrics import RunFacts, read_metrics
 from tests.conftest import environment, run_stage, warm_server
 from tests.pages import commands
 from tests.refusal import printed
 from tests.stages.small_run import item, write_task
-from tests.stages.training import copy_run, kill, lines, reusing, run_train, started, train_folder
+from tests.stages.training import (
+    CURVE,
+    copy_run,
+    descendants,
+    kill,
+    lines,
+    reusing,
+    run_train,
+    started,
+    train_folder,
+)
 from tests.training.test_sinks import board_of, points
 from tests.waiting import HANG_S, wait_for
 
@@ -32,7 +50,8 @@ def trained(tmp_path_factory, encoded):
         write_task(folder, name, *(item(number, number % 3) for number in range(4)))
     config = reusing(encoded, folder, train={"checkpoint": {"every_steps": 2, "keep": 1}}, evaluate={
         "every": 4, "tasks": ["one", "two"], "task_folders": [str(folder)]})
-    run_train(config)
+    with evaluating_elsewhere(config):
+        run_train(config)
     return config
 
 
@@ -40,6 +59,11 @@ def trained(tmp_path_factory, encoded):
 def run(trained, tmp_path):
     """The same for a test alone."""
     return copy_run(trained, tmp_path)
+
+
+def evaluating_elsewhere(config):
+    """The lock of an evaluator, for which training does not pause."""
+    return lock(config.parent / "runs/mini", SCORES)
 
 
 def evaluator(config, options=ONCE, ranks=1):
@@ -53,13 +77,13 @@ def finished(process):
     return output
 
 
-def assert_scored_once(config):
-    """All checkpoints are, and no part of one was measured twice; the curve has them. The scores."""
+def assert_scored_once(config, drawn=True):
+    """All checkpoints are, and no part of one was measured twice; the curve has them if all are `drawn`. The scores."""
     scores = read_scores(train_folder(config))
     ledger = (train_folder(config) / "scores/measured").glob("*.jsonl")
     assert sorted(line["task"] for path in ledger for line in read_lines(path, appended=True)) == sorted(
         3 * ["task one", "task two", "validation text"])
-    assert points(board_of(config.parent / "runs/mini"), "validation/bits_per_byte") == [
+    assert not drawn or points(board_of(config.parent / "runs/mini"), "validation/bits_per_byte") == [
         (entry.step, pytest.approx(entry.validation["overall"]["bits_per_byte"])) for entry in scores]
     assert [entry.step for entry in scores] == STEPS
     return scores
@@ -83,7 +107,7 @@ def test_checkpoints_wait_for_their_scores_which_are_those_of_the_stage(run, cap
     expected = read_json(run.parent / "runs/mini/evaluate/results.json")
     assert last.tasks == expected["tasks"]
     assert last.validation["overall"]["nats"] == expected["validation"]["overall"]["nats"]
-    run_train(run, "train.steps=16", "--accept-changes")
+    run_train(run, "train.steps=16", "evaluate.every=null", "--accept-changes")
     assert [path.name for path in checkpoints.iterdir()] == ["step-00000016"]
 
 
@@ -101,6 +125,7 @@ def test_beside_a_training_that_is_killed(run):
     """Training logs each score once, and the evaluator the rest."""
     train_folder(run).rename(run.parent / "before")
     watching = evaluator(run, WATCH)
+    wait_for(lambda: f"process {watching.pid} " in (run.parent / "runs/mini/.locks" / SCORES).read_text(), of=watching)
     for seconds in (random.Random(3).uniform(1, 3) for _ in range(3)):
         with started(run) as process:
             wait_for(train_folder(run).is_dir, of=process)
@@ -110,3 +135,27 @@ def test_beside_a_training_that_is_killed(run):
     assert_scored_once(run)
     logged = [event["step"] for event in lines(run, log="events") if event["event"] == "scored"]
     assert logged == sorted({*logged})
+
+
+def test_training_pauses_for_its_scores_if_no_evaluator_runs(run):
+    """It and the evaluator are killed: it learns the same, and each checkpoint is scored once."""
+    expected = [[line.get(name) for name in CURVE] for line in lines(run)]
+    train_folder(run).rename(run.parent / "before")
+
+    def evaluators(process):
+        return [pid for pid in descendants(process.pid)
+                if b"multiprocessing.spawn" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    with started(run) as process:  # kills the evaluator with it
+        wait_for(lambda: evaluators(process), of=process)
+        time.sleep(random.Random(7).uniform(0, 3))
+    with started(run) as process:
+        wait_for(lambda: evaluators(process), of=process)
+        os.kill(evaluators(process)[0], signal.SIGKILL)
+        wait_for(lambda: len(lines(run)) >= 4 and lines(run)[-1]["step"] > 4, of=process)
+    assert re.search("paused .* to score step-00000012", run_train(run).stdout)
+    assert_scored_once(run, drawn=False)
+    steps = read_metrics(train_folder(run) / "metrics.jsonl")
+    assert [[line.get(name) for name in CURVE] for line in steps] == expected
+    assert [path.name for path in (train_folder(run) / "checkpoints").iterdir()] == ["step-00000012"]
+    last = next(event for event in lines(run, log="events") if event["event"] == "finish")
+    assert goodput(RunFacts(run.parent / "runs/mini")).lost[VALIDATION] >= last["look_s"] > 0
