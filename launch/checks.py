@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from drover.launch.credentials import credential_problems
 from drover.launch.describe import newest_checkpoint, planned_consumption
 from drover.launch.plan import Job, Options
 from drover.launch.slurm.options import option_problems
+from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.config.checks import absent_attention, absent_packages, problems, rank_problems
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.section import blocked
@@ -62,7 +63,19 @@ def start_problems(run: Run, jobs: list[Job], options: Options) -> list[str]:
         reasons += [f"launch.{job.stage}.time={job.minutes} min is not longer than launch.signal_s={job.signal_s} s, "
                     f"the time before the limit at which Slurm signals the end. Raise the one, or lower the other."
                     for job in running if 60 * job.minutes <= job.signal_s]
+        reasons += _too_many_nodes(running)
     return reasons + refusals(partial(refuse_unusable_inputs, run, jobs, options))
+
+
+def _too_many_nodes(jobs: Sequence[Job]) -> Iterator[str]:
+    """Jobs that request more nodes than their partition has, if sinfo answers."""
+    kinds = Scheduler().node_kinds()
+    for job in jobs:
+        named = (job.resources.partition or "").split(",")
+        there = sum(kind.nodes for kind in kinds if kind.partition in named or (kind.usual and named == [""]))
+        if 0 < there < job.all_nodes:
+            yield (f"{job.stage} requests {job.all_nodes} nodes, and its partition has {there} (sinfo). Lower --nodes "
+                   f"or launch.train.spare_nodes, or set another launch.partition.")
 
 
 def refuse_unusable_inputs(run: Run, jobs: list[Job], options: Options) -> None:

@@ -13,20 +13,17 @@ from drover.model.config import ModelConfig
 from drover.pipeline.config.checks import network, rank_problems
 from drover.pipeline.config.phases import BatchPlan, PhasePlan
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.run import Run, acceptable
+from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import before
 from drover.pipeline.core.console import counted, draw, duration, table
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import problems_of
-from drover.pipeline.records.checkpoints import Marker, complete_checkpoints, step_of, valid_marker
-from drover.pipeline.records.metrics import TrainingRecords, reordered
+from drover.pipeline.records.checkpoints import Marker, complete_checkpoints, valid_marker
 
 if TYPE_CHECKING:
     from drover.pipeline.data.sampling.consumption import Consumption
 
 COLUMNS = ("job", "state", "work", "nodes", "of a node", "time", "where", "after")
-OF_THE_ORDER = ("config.seed", "config.train.data_seed", "config.train.mixture", "config.train.sequence_length",
-                "inputs.encode")
 
 
 def print_plan(run: Run, jobs: list[Job], options: Options, where: str) -> None:
@@ -34,11 +31,7 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str) -> None:
     draw(f"run       {run.folder}", f"cluster   {options.cluster} ({where})", *reuse_lines(run))
     draw("", table([COLUMNS, *(_row(run, job, options) for job in jobs)]))
     if train := next((job for job in jobs if job.stage == "train"), None):
-        state = train.state
-        continues = not train.forced and (state.kind == "resumable" or (
-            state.kind == "changed" and options.accept_changes and acceptable("train", state.differences)))
-        draw("", *training_facts(run.config, train), *consumption_lines(run),
-             *(order_warning(run, train) if continues else ()))
+        draw("", *training_facts(run.config, train), *consumption_lines(run))
     draw("")
 
 
@@ -114,17 +107,6 @@ def consumption_lines(run: Run) -> list[str]:
     if consumption is not None:
         lines += [f"warning: {text}" for text in starmap(repetition, many_epochs(train, consumption.epochs).items())]
     return [f"{'' if number else 'data':<9} {line}" for number, line in enumerate(lines)]
-
-
-def order_warning(run: Run, train: Job) -> list[str]:
-    """A warning if some steps so far had another order of samples than the present one."""
-    from drover.pipeline.data.sampling.consumption import as_if
-
-    steps = reordered(TrainingRecords(run.own_folder("train")).events)
-    if any(change.key.startswith(OF_THE_ORDER) for change in train.state.differences) and (
-            newest := newest_checkpoint(run)):
-        steps.append(step_of(newest[0]))
-    return [f"          warning: {text}" for text in as_if(steps)]
 
 
 def by_hand(job: Job) -> str:

@@ -34,12 +34,13 @@ from drover.pipeline.records.metrics import RunFacts, Start
 Value = TypeVar("Value")
 Jobs = Mapping[str, JobInfo] | None
 """Slurm's answers by job id; None: it does not answer."""
-State = Literal["running", "ending", "failed", "stopped", "waiting", "to do", "done", "reused"]
+State = Literal["running", "ending", "failed", "cancelled", "stopped", "waiting", "to do", "done", "reused"]
 """docs/slurm.md explains them. The current stage of a run is the one whose state comes first here."""
 FINISHED = ("done", "reused")
+ENDED = ("failed", "cancelled")
 SILENT = "Slurm does not answer: the states come from the run's files and may be old"
 ENDS = {UNKNOWN: "is no longer known to Slurm: it crashed or was cancelled",
-        "CANCELLED": "was cancelled",  # squeue keeps the reason that it waited for
+        "CANCELLED": "was ended by scancel",  # squeue keeps the reason that it waited for
         "TIMEOUT": "reached its time limit: raise launch.<stage>.time, or launch.signal_s, the time left to end in "
                    "order"}
 RESTART_S = 120.0
@@ -162,7 +163,7 @@ def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
     rows = list[StageRow]()
     requested = list[StageRow]()  # by the newest submission; without one, the stages that were started
     for stage in run.stages.values():
-        broken = any(row.state in ("ending", "failed", "stopped") for row in requested)
+        broken = any(row.state in ("ending", *ENDED, "stopped") for row in requested)
         rows.append(_row(run, stage, jobs, now, broken=broken))
         if stage.job if run.chain else stage.started or stage.manifest:
             requested.append(rows[-1])
@@ -175,12 +176,13 @@ def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
     if partial:
         remarks.append(f"not all jobs of the newest submission are queued: {refused or 'it is at work, or was killed'}")
     # A stage that waits for a failed one will never run.
-    continues = bool({"running", "ending"} & states) or ("waiting" in states and "failed" not in states)
+    continues = bool({"running", "ending"} & states) or ("waiting" in states and states.isdisjoint(ENDED))
     if continues or not (requested or refused):
         return RunStatus(run, rows, current, remarks, None)
     if current.state in FINISHED and not partial:
         return RunStatus(run, rows, (requested or rows)[-1], remarks, "done")
-    return RunStatus(run, rows, current, [*remarks, f"to continue: {continue_command(run)}"], "failed")
+    mended = "once the cause is fixed, " * (current.state == "failed" or bool(refused))
+    return RunStatus(run, rows, current, [*remarks, f"{mended}to continue: {continue_command(run)}"], "failed")
 
 
 def continue_command(run: RunFiles) -> str:
@@ -238,8 +240,8 @@ def _state(run: RunFiles, stage: StageFiles, info: JobInfo, now: float, *, silen
         if info.state != "PENDING":
             return "running", ""
         if info.reason in NEVER:
-            return "failed", (f"{name} (job {info.id}) will never start ({info.reason}); remove it first: drover "
-                              f"cancel {run.folder}")
+            return "failed", (f"{name} (job {info.id}) will never start ({info.reason}): look at {NEVER[info.reason]}. "
+                              f"Remove it first: drover cancel {run.folder}")
         return "waiting", "" if info.reason in EXPECTED else f"{name} (job {info.id}) waits: {info.reason}"
     if stage.manifest is not None:
         return "reused" if stage.reused else "done", ""
@@ -254,10 +256,11 @@ def _state(run: RunFiles, stage: StageFiles, info: JobInfo, now: float, *, silen
             return "to do", ""  # Slurm removes jobs that wait for a failed one
         end = ENDS.get(info.state, f"ended {info.state} ({info.reason or 'no reason given'})")
         if info.reason in NEVER:
-            end = f"would never have started ({info.reason}), so Slurm removed it"
+            end = f"would never have started ({info.reason}: look at {NEVER[info.reason]}), so Slurm removed it"
         reasons = ["", *(f": {start.reason.rstrip('.')}" for start in stage.starts
                          if start.job.partition("_")[0] == info.id and start.reason)]
-        return "failed", f"{name} failed: job {info.id} {end}{reasons[-1]}{logs}"
+        kind: State = "cancelled" if info.state == "CANCELLED" and info.reason not in NEVER else "failed"
+        return kind, f"{name} {kind}: job {info.id} {end}{reasons[-1]}{logs}"
     if not stage.started:
         return "to do", ""
     if stage.alive is None:

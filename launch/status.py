@@ -54,8 +54,8 @@ HEADING = ("stage", "state", "job", "elapsed", "progress", "left")
 """Other figures of a stage follow in a line below the table."""
 CELLS = attrgetter(*HEADING)
 NUMBERS = ("elapsed", "left")
-COLOURS = {"running": "cyan", "waiting": "cyan", "ending": "yellow", "failed": "red", "stopped": "yellow",
-           "done": "green", "reused": "green", "to do": ""}
+COLOURS = {"running": "cyan", "waiting": "cyan", "ending": "yellow", "failed": "red", "cancelled": "yellow",
+           "stopped": "yellow", "done": "green", "reused": "green", "to do": ""}
 
 
 def add_options(parser: Parser) -> None:

@@ -6,7 +6,7 @@
     python launch/submit.py --stage all --nodes 4 --gpus-per-node 8 --cluster ours configs/llama3_8b.yaml
     python launch/submit.py --stage train --nodes 4 configs/demo.yaml --dry-run
 
-The plan is printed first; whatever cannot work is refused before anything starts. Ctrl-C stops cleanly, and the
+Whatever cannot work is refused before anything starts; then the plan is printed. Ctrl-C stops cleanly, and the
 same command continues. `drover status RUN` shows how far a run is. Exit status: 0 all asked stages are done (Slurm:
 submitted), 2 refused, 130 stopped. `drover run` and `drover plan` do the same.
 """
@@ -95,14 +95,13 @@ def _launch(options: argparse.Namespace) -> int:
         problems += absence(run, jobs)
         problems += [] if local else absent("Slurm", "submitit", "use --cluster local")
     if not invalid:
-        if not problems:
-            print_plan(run, jobs, requested, where)
         problems += start_problems(run, jobs, requested)
     refused = [str(refusal(invalid, options.config))] if invalid else []
     if problems:
         refused.append(all_problems(problems, "This cannot be started", len(problems)))
     if refused:
         raise UserError("\n".join(refused))
+    print_plan(run, jobs, requested, where)
     say_absent(run, jobs)
     if showing:
         if nothing:

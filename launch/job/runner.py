@@ -168,6 +168,7 @@ class Runner:
         spec, host = self.spec, self.host
         if not spec.preflight or not spec.ranks:
             return None
+        self.say(f"preflight: testing {counted(len(host.nodes), 'node')}")
         began = time.monotonic()
         folders = self.run_folder / "launch" / "preflight"
         folder = folders / f"{host.name}.{host.restart}.{self.number}"

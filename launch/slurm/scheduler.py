@@ -30,9 +30,10 @@ WITH_NODES = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "CONFI
 """States of a job that has its nodes and will keep them."""
 EXPECTED = ("", "Dependency", "JobArrayTaskLimit", "Singleton")
 """Reasons (JOB REASON CODES of `man squeue`) with which a job waits as planned."""
-NEVER = frozenset(("DependencyNeverSatisfied", "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints",
-                   "InvalidAccount", "InvalidQOS"))
-"""Reasons with which a job never starts."""
+NEVER = {"DependencyNeverSatisfied": "the end of the job before it", "PartitionNodeLimit": "--nodes or partition",
+         "PartitionTimeLimit": "time or partition", "BadConstraints": "constraint, gpu_type or extra",
+         "InvalidAccount": "account", "InvalidQOS": "qos"}
+"""Reasons with which a job never starts, and what to change: settings of `launch`, mostly."""
 OUT_OF_MEMORY = "(?i)oom.kill|(?<!cuda )(?<!hip )out of memory|exceeded (job |step )?memory limit"
 """Slurm's words where a process exceeded the memory of its job. A full GPU needs other advice."""
 RANKS = {**dict.fromkeys(ENDED, 5), "RUNNING": 0, "COMPLETING": 1, "CONFIGURING": 2, "PENDING": 4, "COMPLETED": 6,

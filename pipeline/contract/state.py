@@ -106,7 +106,7 @@ class StageState:
         step: optimizer steps done and saved, for train.
         reason: why it ended, in words.
         units: how many tasks of the interrupted pass are done, for a stage with tasks.
-        idle: how many starts in a row were stopped before they finished a task.
+        idle: how many starts in a row were stopped before they finished a task; for train, a second step.
         again: whether to continue at once: yes after a time limit, no after a user's request to stop.
         job, restart: Slurm's job id and restart count; empty and 0 outside of Slurm.
         attempt: number of the start within the job.

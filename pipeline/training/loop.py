@@ -35,6 +35,9 @@ from drover.pipeline.training.optimizers import planned_rate
 from drover.pipeline.training.recorder import Recorder, packing_facts, train_s
 from drover.pipeline.training.watchdog import Watchdog
 
+MOST_BRIEF = 4
+"""Starts in a row with time for one step at most, after which training does not ask for another one."""
+
 
 @dataclasses.dataclass(frozen=True)
 class StartFacts:
@@ -286,17 +289,28 @@ class Loop:
     # ---- the end
 
     def _leave(self, stop: Stop) -> None:
-        """Log and record why training ends early, once the checkpoint is complete."""
+        """Log and record why training ends early, once the checkpoint is complete.
+
+        Raises:
+            UserError: too many starts in a row had time for one step at most.
+        """
         ending = self._settle()
         self.ranks.barrier()  # without an agent, rank 0 holds the store over which the others learn of the save
         step = self.progress.step
         self.say(f"stopped after step {step} ({stop.reason}); saved; the same command continues")
         self.recorder.event("stop", step=step, reason=stop.reason, **ending)
         self.recorder.flush()
+        last = self.work.last  # known to rank 0
+        brief = self.ranks.by_leader(
+            lambda: 1 + (last.idle if last is not None and last.again else 0) if stop.again and self.done < 2 else 0)
         if self.ranks.is_rank_zero:
-            write_state(self.work.folder, "preempted", step=step, reason=stop.reason, again=stop.again)
+            write_state(self.work.folder, "preempted", step=step, reason=stop.reason, again=stop.again, idle=brief)
         for hook in self.hooks:
             hook.on_stop(self)
+        if brief > MOST_BRIEF:
+            raise UserError(f"After step {step}, {brief} starts in a row had time for one step at most "
+                            f"({stop.reason}). The checkpoint is saved. Give training more time (launch.train.time or "
+                            f"train.stop_after_minutes), or lower launch.signal_s, the time left to end in order.")
 
     def _finish(self) -> None:
         """Verify the last checkpoint once more, and write the manifest."""

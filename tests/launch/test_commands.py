@@ -84,7 +84,7 @@ def test_why_finds_the_logs_that_there_are(run, slurm, capsys):
         write_text(run.folder / f"launch/submitit/{job}_0_log.out", f"{words}\n")
     for arguments in ([], ["tokenizer"]):
         message = printed(capsys, commands.why, run.folder, *arguments)
-        assert "tokenizer failed: job 13 would never have started (DependencyNeverSatisfied)" in message
+        assert "tokenizer failed: job 13 would never have started (DependencyNeverSatisfied: look at the end" in message
         assert "shard, job 12_1, without a recorded end" in message and "    launch.setup failed" in message
         assert "all is well" not in message
     run.done("tokenizer", "encode")

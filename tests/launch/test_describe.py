@@ -7,18 +7,13 @@ import pytest
 import yaml
 
 from drover.launch.checks import _refuse_plan
-from drover.launch.describe import (
-    consumption_lines,
-    order_warning,
-    training_facts,
-)
+from drover.launch.describe import consumption_lines, training_facts
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.contract.manifest import Difference, Manifest
+from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import append_line, output_record, write_json, write_sealed
-from drover.pipeline.records.checkpoints import FORMAT, MARKER, TrainingProgress, checkpoint_name
-from drover.pipeline.records.metrics import OTHER_ORDER
+from drover.pipeline.core.files import write_json
+from drover.pipeline.records.checkpoints import TrainingProgress
 from tests.refusal import refused, table
 
 PHASES = [{"until": 10_240}, {"until": 30_720, "sequence_length": 128, "batch_tokens": 4096,
@@ -69,30 +64,6 @@ def test_tokens_of_text_that_has_changed_are_not_shown_as_those_of_the_new(tmp_p
     changed.write(run.folder / "encode")
     assert consumption_lines(run) == ["data      tokens and epochs of each source are known once encode is done"]
     _refuse_plan(run, forced=False)
-
-
-def checkpoint(run, step):
-    folder = run.folder / "train/checkpoints" / checkpoint_name(step)
-    folder.mkdir(parents=True)
-    (folder / "weights").write_bytes(b"w" * 9)
-    write_sealed(folder / MARKER, {"format": FORMAT, "progress": {"step": step},
-                                   "files": [output_record(folder, folder / "weights")]})
-    return folder
-
-
-def test_the_plan_warns_where_finished_steps_had_another_order(tmp_path):
-    run = run_of(tmp_path)
-
-    def warned(*keys):
-        changes = [Difference(key, 1, 2) for key in keys]
-        return " ".join(order_warning(run, SimpleNamespace(state=SimpleNamespace(differences=changes))))
-    assert not warned("config.train.mixture.web"), "there are no steps of another mixture"
-    checkpoint(run, 8)
-    assert "After step 8 the mixture" in warned("config.train.lr", "config.train.mixture.web")
-    assert not warned("config.train.lr")
-    append_line(run.folder / "train/events.jsonl", {
-        "event": "plan_changed", "step": 4, "number": 1, "changes": ["train.lr: 1 -> 2", OTHER_ORDER]})
-    assert "After step 4 the" in warned() and "After step 4, 8 the" in warned("config.seed")
 
 
 def test_the_plan_leaves_what_a_packing_takes_to_training(tmp_path):

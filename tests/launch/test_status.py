@@ -60,12 +60,13 @@ def run(tmp_path, monkeypatch):
     running -> COMPLETING -> ending -> ^train \(job 16\) is ending or being cancelled
     null -> RUNNING -> running -> ^$
     null -> PENDING Dependency -> waiting -> ^$
-    null -> PENDING DependencyNeverSatisfied -> failed -> will never start.* remove it first: drover cancel runs/demo
+    null -> PENDING DependencyNeverSatisfied -> failed -> will never start.* Remove it first: drover cancel runs/demo
+    null -> PENDING PartitionTimeLimit -> failed -> \(PartitionTimeLimit\): look at time or partition\. Remove
     preempted -> unknown -> stopped -> train stopped after step 300: why
-    failed -> CANCELLED -> failed -> train failed after step 300: why.*to continue: python launch/submit.py
+    failed -> CANCELLED -> failed -> train failed after step 300: why.*once the cause is fixed, to continue: python
     running -> unknown -> failed -> train failed: job 16 is no longer known to Slurm: it crashed or was
     running -> NODE_FAIL -> failed -> train failed: job 16 ended NODE_FAIL
-    running -> CANCELLED Resources -> failed -> train failed: job 16 was cancelled\. .drover why
+    running -> CANCELLED Resources -> cancelled -> train cancelled: job 16 was ended by scancel\. .drover why
     running -> TIMEOUT TimeLimit -> failed -> job 16 reached its time limit: raise launch
     null -> FAILED NonZeroExitCode -> failed -> job 16 ended FAILED \(NonZeroExitCode\)\. .drover why runs/demo
     running -> null -> running -> ^Slurm does not answer
@@ -77,7 +78,7 @@ def test_its_word_and_the_queue(run, message, answer, state, remark):
     assert [row.state for row in seen.rows] == [*["done"] * 3, state, *["waiting"] * 3]
     assert re.search(remark, " ".join(seen.remarks))
     # What waits behind one that failed waits in vain, and so does who watches.
-    assert seen.outcome == ("failed" if state == "failed" else None)
+    assert seen.outcome == ("failed" if state in ("failed", "cancelled") else None)
 
 
 def test_what_a_cancelled_job_took_along_has_not_failed(run):
@@ -108,7 +109,7 @@ def test_a_submission_that_slurm_refused_whole_ends_with_a_start_here(run):
     run.attempt("attempt", "shard", "local", seconds=60, ranks=0, nodes=["n1"], chain="local-1")
     seen = run.status({})
     assert seen.files.chain is None and "No such account" not in str(seen.remarks)
-    assert seen.remarks[-1] == "to continue: drover run runs/demo/config.yaml --cluster local"
+    assert seen.remarks[-1] == "once the cause is fixed, to continue: drover run runs/demo/config.yaml --cluster local"
     run.done(*STAGES, until=10)
     assert run.status({}).outcome == "done"
     run.submitted(planned=7, refused="No such account.", seconds=5)  # by --force

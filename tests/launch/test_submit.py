@@ -220,3 +220,10 @@ def test_where_it_runs(launcher, monkeypatch):
     result = launcher.submit(f"{requested} --cluster local --gpus-per-node 8")
     assert result.stderr.startswith("error: --nodes") and not result.stdout, "no plan"
     assert "slurm (sbatch on PATH)" in launcher.with_slurm(monkeypatch).accepted(requested)
+
+
+def test_more_nodes_than_there_are_are_refused_without_the_plan(launcher, monkeypatch):
+    launcher.with_slurm(monkeypatch).programs.say("sinfo", "cpu*|1|8|9|(null)|9\ngpu|1|4|9|gpu:1|9\ngpu|3|8|9|gpu:8|9")
+    result = launcher.submit("--stage all --dry-run --nodes 4")
+    assert "train requests 4 nodes, and its partition has 1 (sinfo)" in result.stderr and not result.stdout
+    launcher.accepted("--stage all --dry-run --nodes 4 launch.partition=gpu")

@@ -8,12 +8,13 @@ import signal
 import pytest
 import yaml
 
-from drover.pipeline.contract.state import PROGRESS, read_state
+from drover.pipeline.contract.state import PROGRESS, read_state, write_state
 from drover.pipeline.core.files import read_json
 from drover.pipeline.data.sampling.consumption import as_if
 from drover.pipeline.records.checkpoints import complete_checkpoints, read_marker
 from drover.pipeline.records.goodput import goodput
 from drover.pipeline.records.metrics import RunFacts
+from drover.pipeline.training.loop import MOST_BRIEF
 from drover.tools.audit import audit
 from tests.conftest import run_stage, slow, write_config
 from tests.pages import files
@@ -316,6 +317,10 @@ def test_time_that_is_up_stops_and_going_on_makes_sense(fresh):
     assert stopped(fresh) == 1 and f"stopped after step 1 ({limit}); saved" in output
     [many] = events(fresh, "many_epochs")
     assert f"warning: all sources: {many['planned_epochs']['all sources']:.1f} epochs. Beyond 4" in output
-    assert (state.step, state.again) == (1, True)
-    run_train(fresh, *LONG, limit, "train.steps=2", "train.warmup_steps=1", "--accept-changes")
-    assert len(events(fresh, "finish")) == len(events(fresh, "many_epochs")) == 1
+    assert (state.step, state.again, state.idle) == (1, True, 1)
+    write_state(train_folder(fresh), "preempted", again=True, idle=MOST_BRIEF)
+    refusal = run_train(fresh, *LONG, limit, expect=2).stderr
+    assert f"After step 2, 5 starts in a row had time for one step at most ({limit})" in refusal
+    assert read_state(train_folder(fresh)).status == "failed", "no launcher starts it again"
+    run_train(fresh, *LONG, limit, "train.steps=3", "train.warmup_steps=1", "--accept-changes")
+    assert (len(events(fresh, "finish")), len(events(fresh, "many_epochs"))) == (1, 2)

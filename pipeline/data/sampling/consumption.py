@@ -18,7 +18,7 @@ MANY = 4.0
 """Epochs of a source after which repeating it helps little (Muennighoff et al. 2023): a warning, no error."""
 AS_IF = ("After step {reordered} the mixture, the seed or the tokens changed. Tokens and epochs of sources count the "
          "steps before that as if they had been drawn by the present settings, too.")
-"""A warning of plan, log and report after accepted changes of the order of samples."""
+"""A warning of log and report after accepted changes of the order of samples."""
 
 
 def as_if(steps: Sequence[int]) -> list[str]:
