@@ -25,8 +25,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from drover.pipeline.config.kinds import Kind, imported
 from drover.pipeline.config.shipped import EVALUATOR
 from drover.pipeline.contract.locks import lock
@@ -190,6 +188,8 @@ class Scores(Hook):
         step = loop.progress.step
         if step % self.every or not loop.ranks.by_leader(lambda: self._is_left_to_us(loop)):
             return {}
+        import torch
+
         began = time.monotonic()
         with loop.recorder.looking(), loop.paused():
             loop.saver.wait()
