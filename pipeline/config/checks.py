@@ -128,15 +128,6 @@ def _rules(config: Config) -> Rules:
     yield (parallel.stages > model.layers,
            f"parallel: {parallel.stages} pipeline stages (<parallel.pp>, <parallel.pp_schedule>) are more than "
            f"<model.layers>.")
-    yield (parallel.async_tp and train.compile is False,
-           "<parallel.async_tp> needs compiled blocks, but <train.compile>; set compile to null or true.")
-    yield (parallel.pp > 1 and parallel.pp_schedule == "zbv" and (
-               model.tied_embeddings or train.compile is not False or parallel.reshard != "never"
-               or train.activation_checkpointing == "selective"),
-           "<parallel.pp_schedule> runs each backward pass in two parts, and the first and the last stage on one "
-           "rank. It needs parallel.reshard never, train.compile false, train.activation_checkpointing none or full, "
-           "and model.tied_embeddings false (here are <parallel.reshard>, <train.compile>, "
-           "<train.activation_checkpointing> and <model.tied_embeddings>). Or take 1f1b or interleaved.")
     deepspeed = parallel.engine == "deepspeed"
     yield not deepspeed and parallel.offload != "none", "<parallel.offload> is for parallel.engine 'deepspeed'."
     others = [f"<parallel.{key}>" for key, only in {"dp_replicate": 1, "dp_shard": -1, "tp": 1, "cp": 1, "pp": 1,

@@ -90,7 +90,6 @@ ELSEWHERE = {
     "parallel.pp_schedule": "pipeline_parallel_schedule pp_engine",
     "parallel.pp_stages": "virtual_pipeline_model_parallel_size num_virtual_stages_per_rank",
     "parallel.cp": "context_parallel context_parallel_size context_parallel_degree cp_size cp_degree",
-    "parallel.async_tp": "enable_async_tensor_parallel async_tensor_parallel tp_comm_overlap",
     "parallel.timeout_minutes": "nccl_timeout distributed_timeout_minutes ddp_timeout dist_timeout "
                                 "init_timeout_seconds train_timeout_seconds",
     "parallel.dp_replicate": "data_parallel_replicate_degree replicas",

@@ -289,10 +289,6 @@ class TrainConfig(Section):
     """For `fp8`: linear layers that stay in bf16, by name or shell pattern: `["layers.0.*", "*.wk"]`. `small` names
     those whose products are faster in bf16. The output head always stays in bf16. So do layers with dimensions that are
     no multiples of 16."""
-    fp8_watch_every: PositiveInt | None = execution(100)
-    """For `fp8`: steps between two measurements of its effect on the values of each layer; null: none. The first and
-    the last step are measured too. One costs an uncompiled pass over one sequence; in a pipeline, over all sequences of
-    a rank's step."""
     norms_every: PositiveInt | None = execution(None)
     """Steps between two measurements of the norms of each parameter's gradient (before clipping), weight and update;
     null: none. The first step of a start and the last step are measured too. Norms by layer are logged as curves;
@@ -435,15 +431,11 @@ class ParallelConfig(Section):
     pp: PositiveInt = 1
     """Pipeline parallelism: groups of ranks that hold neighbouring layers and pass activations on. Every step needs at
     least as many micro-batches as there are groups. Gradients are reduced once a step."""
-    pp_schedule: Literal["1f1b", "interleaved", "zbv"] = "1f1b"
+    pp_schedule: Literal["1f1b", "interleaved"] = "1f1b"
     """Order in which a pipeline's ranks compute. `1f1b`: one forward and one backward pass in turn, with one stage per
-    rank. `interleaved`: the same with `pp_stages` stages per rank, for smaller bubbles and more communication. `zbv`
-    (experimental): two stages per rank, laid out as a V; weight gradients are computed in the bubbles."""
+    rank. `interleaved`: the same with `pp_stages` stages per rank, for smaller bubbles and more communication."""
     pp_stages: int = Field(2, gt=1)
     """Stages per rank for `pp_schedule: interleaved`."""
-    async_tp: bool = False
-    """Overlap communication and computation in tensor parallelism (torch's asynchronous tensor parallelism). It needs
-    compiled blocks and GPUs that reach each other's memory (NVLink). Compare a few steps with and without."""
     timeout_minutes: PositiveFloat | None = None
     """Minutes that a rank waits for others in a collective before torch aborts it and names their group. Groups are
     `mesh_replicate`, `mesh_shard`, `mesh_tensor` and so on; `default_pg` is all ranks. null: 30, or 10 more than the
@@ -473,14 +465,9 @@ class ParallelConfig(Section):
     @property
     def stages(self) -> int:
         """Number of parts into which the layers are cut, over all ranks of a pipeline."""
-        each = {"1f1b": 1, "interleaved": self.pp_stages, "zbv": 2}[self.pp_schedule]
+        each = self.pp_stages if self.pp_schedule == "interleaved" else 1
         return self.pp * each if self.pp > 1 else 1
 
-    def stage_rank(self, stage: int) -> int:
-        """The pipeline rank that has a stage: in turn from first to last, or there and back in a V."""
-        turn, rank = divmod(stage, self.pp)
-        return self.pp - 1 - rank if self.pp_schedule == "zbv" and turn % 2 else rank
-
     def stages_of(self, rank: int) -> list[int]:
-        """The stages of a pipeline rank, in order."""
-        return [stage for stage in range(self.stages) if self.stage_rank(stage) == rank]
+        """The stages of a pipeline rank: in turn, from the first rank to the last."""
+        return list(range(rank, self.stages, self.pp))

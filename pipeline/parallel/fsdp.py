@@ -20,7 +20,7 @@ from drover.pipeline.parallel.blocks import checkpoint_activations, compile_bloc
 from drover.pipeline.parallel.fp8 import convert_to_fp8
 from drover.pipeline.parallel.grid import Grid, own
 from drover.pipeline.parallel.pipeline_parallel import PipelineStage
-from drover.pipeline.parallel.tensor_parallel import apply_tensor_parallel, overlapping
+from drover.pipeline.parallel.tensor_parallel import apply_tensor_parallel
 
 InitialValues = Callable[[str, Sequence[int], Sequence[int], Sequence[int]], Tensor]
 """(name of a parameter, its shape, offset, size) -> that rectangle of its initial value, on the host."""
@@ -77,8 +77,6 @@ def parallelize(config: ModelConfig, initial: InitialValues | None, grid: Grid, 
     keep_attention = compiled and grid.tensor > 1 and grid.ranks.device.type == "cpu"
     checkpoint_activations(model, train, ("attention",) if keep_attention else (), grid.tensor)
     options = EXCHANGE_DURING_PRODUCTS if grid.tensor * grid.context > 1 else None
-    if parallel.async_tp:
-        options = overlapping(grid.mesh["tensor"].get_group(), grid.ranks.device)
     if compiled:
         compile_blocks(model, train, options)
     if needs_fsdp2(grid, precision):

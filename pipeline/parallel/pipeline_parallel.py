@@ -1,7 +1,7 @@
 """Pipeline parallelism: each rank holds some of the layers, and sends activations to the rank with the next ones.
 
 Training follows one of torch's schedules (torch.distributed.pipelining; 1F1B: Narayanan et al. 2019, interleaved:
-Narayanan et al. 2021, ZBV: Qi et al. 2023). All ranks of a pipeline hold the tokens of every micro-batch and exchange
+Narayanan et al. 2021). All ranks of a pipeline hold the tokens of every micro-batch and exchange
 hidden states only. Passes without gradients, for validation and texts, run the stages in turn, without a schedule.
 """
 
@@ -70,15 +70,13 @@ class PipelinedModel(nn.Module):
         """As Llama's. Logits are the same on every rank. Losses are those of the batch on the ranks of the last stage,
         and zeros on the others, so that early stages can continue with the next batch."""
         result: Tensor | None = None
-        out: Tensor | None = None
         for number, stage in zip(self.numbers, self.stages, strict=True):
-            hidden = None if stage.part.embeds else self._receive(number, tokens, out)
+            hidden = None if stage.part.embeds else self._receive(number, tokens)
             out = stage(tokens, labels, hidden=hidden, **named)
-            assert out is not None
             if stage.part.predicts:
                 result = out
-            elif (to := self.parallel.stage_rank(number + 1)) != self.grid.pipeline_rank:
-                dist.send(out.contiguous(), group=self.group, group_dst=to)
+            else:
+                dist.send(out.contiguous(), group=self.group, group_dst=(number + 1) % self.grid.pipeline)
         if labels is not None:
             shape = tokens.shape if named.get("reduction") == "none" else ()
             return tokens.new_zeros(shape, dtype=wide(self.dtype)) if result is None else result
@@ -87,18 +85,14 @@ class PipelinedModel(nn.Module):
             assert words is not None
             result = tokens.new_empty((tokens.shape[0], length, words), dtype=wide(self.dtype))
         result = result.contiguous()
-        dist.broadcast(result, group=self.group, group_src=self.parallel.stage_rank(self.parallel.stages - 1))
+        dist.broadcast(result, group=self.group, group_src=self.grid.pipeline - 1)
         return result
 
-    def _receive(self, number: int, tokens: Tensor, before: Tensor | None) -> Tensor:
-        """The input of a stage. before: the output of this rank's previous stage."""
-        source = self.parallel.stage_rank(number - 1)
-        if source == self.grid.pipeline_rank:  # at the turn of a V
-            assert before is not None
-            return before
+    def _receive(self, number: int, tokens: Tensor) -> Tensor:
+        """The input of a stage."""
         rows, length = tokens.shape
         hidden = tokens.new_empty((rows, length // self.grid.tensor, self.config.dim), dtype=self.dtype)
-        dist.recv(hidden, group=self.group, group_src=source)
+        dist.recv(hidden, group=self.group, group_src=(number - 1) % self.grid.pipeline)
         return hidden
 
 
@@ -111,7 +105,7 @@ def make_schedule(model: PipelinedModel, micro_batches: int, shape: tuple[int, i
         loss: (the last stage's output, the micro-batch's number) -> the scalar to differentiate.
     """
     # Slow to import, and unused without a pipeline.
-    from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+    from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
 
     from drover.pipeline.parallel.reducing_stage import ReducingStage
 
@@ -128,8 +122,7 @@ def make_schedule(model: PipelinedModel, micro_batches: int, shape: tuple[int, i
                          for number, stage in zip(model.numbers, model.stages, strict=True)]
     if parallel.pp_schedule == "1f1b":
         return Schedule1F1B(stages[0], micro_batches, loss_fn=loss, scale_grads=False)
-    kind: Any = {"interleaved": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble}[parallel.pp_schedule]
-    return kind(stages, micro_batches, loss_fn=loss, scale_grads=False)
+    return ScheduleInterleaved1F1B(stages, micro_batches, loss_fn=loss, scale_grads=False)
 
 
 def parameter_names(model: nn.Module) -> list[str]:

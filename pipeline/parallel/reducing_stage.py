@@ -14,8 +14,7 @@ class ReducingStage(PipelineStage):
     as soon as it has them, as without a pipeline. torch's own stage (2.13) starts when all units have them, and waits
     for each in turn.
 
-    The gradients are bit-equal: each rank sums them over all micro-batches and reduces once. zbv's passes for weights
-    alone run none of FSDP2's hooks, so they remain torch's. (The first stage's last pass is a full one.)
+    The gradients are bit-equal: each rank sums them over all micro-batches and reduces once.
     """
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any],

@@ -42,9 +42,8 @@ def _ends(model: ModelConfig) -> float:
     return model.vocab_size * model.dim / layer
 
 
-def bubble(model: ModelConfig, parallel: ParallelConfig, micro_batches: int) -> float | None:
+def bubble(model: ModelConfig, parallel: ParallelConfig, micro_batches: int) -> float:
     """The bubble: time that a step of a pipeline loses by waiting, as a share of its busiest rank's computing time.
-    None if it is not known (zbv).
 
     Each rank waits while a micro-batch passes through the stages before and after its own: p - 1 times the costliest
     stage. Costs are in layers. The output matrix counts as in `stage_layers`. The embedding counts nothing, because it
@@ -52,8 +51,6 @@ def bubble(model: ModelConfig, parallel: ParallelConfig, micro_batches: int) -> 
     """
     if parallel.pp == 1:
         return 0.0
-    if parallel.pp_schedule == "zbv":
-        return None
     cost = _costs(model, [len(layers) for layers in stage_layers(model, parallel.stages)], embedding=False)
     busiest = max(sum(cost[stage] for stage in parallel.stages_of(rank)) for rank in range(parallel.pp))
     return (parallel.pp - 1) * max(cost) / (micro_batches * busiest)

@@ -8,7 +8,6 @@ output matrix and loss are split by vocabulary. The model's own code does not ch
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -30,7 +28,6 @@ from torch.distributed.tensor.parallel import (
 
 from drover.model.llama import Llama
 from drover.model.loss import Losses, VocabularyPartition
-from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.blocks import noting_product
 
 GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -160,25 +157,3 @@ class TensorParallelVocabulary(VocabularyPartition):
         """As in VocabularyPartition."""
         dist.all_reduce(part, group=self.group)
         return part
-
-
-def overlapping(group: dist.ProcessGroup, device: torch.device) -> dict[str, object]:
-    """The options of torch.compile for asynchronous tensor parallelism: it splits each product of this tensor group
-    that needs, or yields, other ranks' parts of the sequence, and exchanges one piece while it computes another. A
-    collective of the group.
-
-    Raises:
-        UserError: its ranks cannot write to each other's memory. torch would then silently leave the products whole.
-    """
-    try:
-        symmetric_memory.rendezvous(symmetric_memory.empty(1, device=device), group)
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"parallel.async_tp needs GPUs of one node that reach each other's memory (NVLink), which the "
-                        f"{group.size()} ranks of this tensor group on {device} do not ({reason}). Set "
-                        f"parallel.async_tp=false.") from error
-    with warnings.catch_warnings():
-        # torch (2.11 to 2.13) calls this deprecated, but its compiler still checks that it was called.
-        warnings.simplefilter("ignore", FutureWarning)
-        symmetric_memory.enable_symm_mem_for_group(group.group_name)
-    return {"_micro_pipeline_tp": True}

@@ -177,10 +177,8 @@ def rehearsable(config: Config, ranks: int, gpu: bool) -> tuple[Config, list[str
         notes += [note] if note else []
     if train.compile or (gpu and train.compile is None):
         notes.append("the loss is rehearsed uncompiled: compiled, logits take less memory")
-    if parallel.async_tp:
-        notes.append("async_tp is rehearsed as whole products, each exchanged in one piece")
-    return changed(config, {"train.compile": False, "train.precision": precision, "train.attention": name,
-                            "parallel.async_tp": False}), notes, network(config)
+    return changed(config, {"train.compile": False, "train.precision": precision, "train.attention": name
+                            }), notes, network(config)
 
 
 @contextmanager

@@ -149,12 +149,6 @@ class Engine(ABC):
         """Sum of nats over a micro-batch's targets."""
         return model(**self.inputs(batch))
 
-    def trial(self, batch: Batch, targets: int) -> None:
-        """A forward and a backward pass over one sequence of a step's batch, for hooks that observe activations and
-        gradients. Call it between two steps, and drop the gradients afterwards."""
-        device = next(self.model.parameters()).device
-        (self.loss(self.model, next(batch.split(1)).to(device)) / targets).backward()
-
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """The model's arguments for a micro-batch."""
         if not self.proven:
@@ -372,10 +366,6 @@ class PipelineEngine(FsdpEngine):
             total += loss
         self.losses = []
         return total
-
-    def trial(self, batch: Batch, targets: int) -> None:
-        """See Engine. It uses the whole batch, since a schedule needs all micro-batches of a step."""
-        self.accumulate(batch.split(len(batch.lengths) // self.count), self.count, targets)
 
     def _share(self, loss: Tensor, number: Tensor) -> Tensor:
         """A micro-batch's part of the step's mean loss, for the backward pass. Called on ranks of the last stage."""

@@ -1,4 +1,4 @@
-"""Hooks that measure the model while it trains: norms, validation loss, sample texts, effects of fp8.
+"""Hooks that measure the model while it trains: norms, validation loss, sample texts.
 
 They run on every rank, since a sharded model needs all ranks in each pass, and use no state of training: switching them
 on or off changes no weight.
@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from drover.model.generation.stream import generate
-from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.data.token_shards import ChosenDocuments, choose, open_shards
 from drover.pipeline.evaluation.bits_per_byte import ValidationBatches, ValidationText, measure
 from drover.pipeline.parallel.blocks import compiles, uncompiled
 from drover.pipeline.parallel.context_parallel import full_losses
-from drover.pipeline.parallel.grid import own
-from drover.pipeline.parallel.pipeline_parallel import PipelinedModel, parameter_names
+from drover.pipeline.parallel.pipeline_parallel import parameter_names
 from drover.pipeline.tokenization.tokenizer import load_tokenizer
 from drover.pipeline.training.engine import Engine
 from drover.pipeline.training.guards import json_number
@@ -33,14 +30,6 @@ from drover.pipeline.training.hooks import Hook
 if TYPE_CHECKING:
     from drover.pipeline.training.engine import StepResult
     from drover.pipeline.training.loop import Loop
-
-Fp8Layers = dict[str, dict[str, tuple[float | str, float]]]
-"""By layer and factor: the largest absolute value ("nan" and "inf" as text), and the share that becomes zero."""
-FACTORS = ("input", "weight", "gradient")
-"""The factors of a layer's products: its input, its weight, and the gradient of its output."""
-NOT_CONVERTED = -1.0
-"""Neither an absolute value nor NaN: no rank has this layer in fp8."""
-
 
 class Norms(Hook):
     """Norms: by layer as fields of the step's line, and of every parameter in events.jsonl. Also measured in the first
@@ -144,120 +133,6 @@ class Samples(Hook):
             for (prompt, _), ids in zip(self.prompts, drawn, strict=True):
                 loop.recorder.write("sample", loop.progress.step, prompt, self.tokenizer.decode(ids))
         return {}
-
-
-class Fp8Watch(Hook):
-    """Statistics of fp8 for each layer: the largest absolute value, and the share of values that underflow to zero.
-
-    The smallest fp8 number (e4m3) is about a 230,000th of the largest value with the same scale; values below half of
-    it become zero. Only gradients under `tensorwise` (e5m2) have a wider range, and fewer bits. If one large value
-    shares a scale with many small ones, the small ones are lost. The loss shows this much later.
-
-    Attributes:
-        layers: this rank's, by name.
-    """
-
-    def __init__(self, engine: Engine, device: torch.device) -> None:
-        from torchao.float8.float8_linear import Float8Linear
-        self.engine = engine
-        self.device = device
-        self._names = [name.removesuffix(".weight") for name in parameter_names(engine.model)]
-        stages = engine.model.stages if isinstance(engine.model, PipelinedModel) else [engine.model]
-        self.layers = {name: module for stage in stages for name, module in stage.named_modules()
-                       if isinstance(module, Float8Linear)}
-
-    def look(self, loop: Loop) -> Mapping[str, object]:
-        """The statistics as curves; by layer they go into events.jsonl. Also measured after the first step of a start,
-        so that a lack of memory shows at once."""
-        if not loop.done or not (loop.done == 1 or loop.due(loop.config.train.fp8_watch_every)):
-            return {}
-        loop.watchdog.pulse()
-        with loop.recorder.looking():
-            layers = self.measure(*loop.current)
-        loop.recorder.event("fp8", step=loop.progress.step, layers=layers)
-        return fp8_curves(layers)
-
-    def measure(self, batch: Batch, targets: int) -> Fp8Layers:
-        """By layer and factor, over all ranks: the largest absolute value, and the share of nonzero values that fp8
-        turns to zero. If a factor is cast for two products, the larger share counts.
-
-        It runs an uncompiled forward and backward pass and drops its gradients, so it does not affect training. Every
-        rank calls it alike, between two steps.
-
-        Args:
-            batch: this rank's batch of a step. Its first sequence is measured; in a pipeline its last micro-batch.
-            targets: divides the loss, as in a step.
-        """
-        names = self._names
-        shape = (len(self._names), len(FACTORS))
-        largest = torch.full(shape, NOT_CONVERTED, dtype=torch.float64, device=self.device)
-        # Of each: values other than 0, and those that become 0 in either product.
-        counts = torch.zeros(*shape, 3, dtype=torch.float64, device=self.device)
-        with ExitStack() as hooked, uncompiled():
-            for name, layer in self.layers.items():
-                at = names.index(name)
-                hooked.callback(layer.register_forward_hook(partial(self._note, largest[at], counts[at])).remove)
-            self.engine.trial(batch, targets)
-        self.engine.model.zero_grad(set_to_none=True)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        dist.all_reduce(counts)
-        shares = (counts[..., 1:].amax(-1) / counts[..., 0].clamp(min=1)).tolist()
-        return {name: {factor: (json_number(_short(value)), _short(share))
-                       for factor, value, share in zip(FACTORS, values, layer_shares, strict=True)}
-                for name, values, layer_shares in zip(names, largest.tolist(), shares, strict=True)
-                if values[0] != NOT_CONVERTED}
-
-    @staticmethod
-    def _note(largest: Tensor, counts: Tensor, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Fill a layer's rows. If its forward pass is recomputed, the same values are written again."""
-        config = layer.config
-
-        def fill(factor: int, values: Tensor, *casts: tuple[Any, int]) -> None:
-            largest[factor], counts[factor] = _figures(values, layer, casts)
-        with torch.no_grad():
-            fill(0, inputs[0], (config.cast_config_input, -1), (config.cast_config_input_for_grad_weight, 0))
-            fill(1, layer.weight.t(), (config.cast_config_weight, 0), (config.cast_config_weight_for_grad_input, -1))
-        if output.requires_grad:
-            output.register_hook(lambda gradient: fill(
-                2, gradient, (config.cast_config_grad_output, -1), (config.cast_config_grad_output_for_grad_weight, 0)))
-
-
-@torch.no_grad()
-def _figures(values: Tensor, layer: Any, casts: Sequence[tuple[Any, int]]) -> tuple[Tensor, Tensor]:
-    """One factor's statistics for `Fp8Watch.measure`. casts: the recipe's (cast, dimension that shares a scale)."""
-    from torchao.float8.config import ScalingType
-    from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
-
-    local = own(values).detach().flatten(0, -2)
-    nonzero = local != 0
-    counts = [nonzero.sum()]
-    for cast, dim in casts:
-        lost = torch.zeros_like(nonzero)
-        if cast.scaling_type is not ScalingType.DISABLED:
-            cast_values: Any = hp_tensor_to_float8_dynamic(
-                local, cast.target_dtype, layer.linear_mm_config, scaling_granularity=cast.scaling_granularity,
-                axiswise_dim=get_maybe_axiswise_dim(dim, cast.scaling_granularity),
-                round_scales_to_power_of_2=layer.config.round_scales_to_power_of_2)
-            lost = nonzero & (cast_values._data.float() == 0)
-        counts.append(lost.sum())
-    return local.abs().amax(), torch.stack(counts)
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
-def fp8_curves(layers: Fp8Layers) -> dict[str, float | str]:
-    """The extremes over layers, as curves: of each factor the largest and the smallest amax, and the largest share of
-    zeros."""
-    result: dict[str, float | str] = {}
-    for factor in FACTORS:
-        figures = [layer[factor] for layer in layers.values()]
-        largest = [float(value) for value, _ in figures]
-        result |= {f"fp8_{factor}_amax": json_number(max(largest)),
-                  f"fp8_{factor}_amax_smallest": json_number(min(largest)),
-                  f"fp8_{factor}_zeros": max(share for _, share in figures)}
-    return result
 
 
 NORMED = ("gradient", "weight", "update")

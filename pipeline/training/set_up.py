@@ -54,7 +54,7 @@ from drover.pipeline.training.engine import Engine, FsdpEngine, PipelineEngine
 from drover.pipeline.training.guards import GuardRunner
 from drover.pipeline.training.hooks import Garbage, Hook, Saving, Scores, StopAgreement
 from drover.pipeline.training.loop import Loop, StartFacts
-from drover.pipeline.training.monitor import Fp8Watch, Norms, Samples, Validation
+from drover.pipeline.training.monitor import Norms, Samples, Validation
 from drover.pipeline.training.optimizers import build_elementwise, build_optimizer
 from drover.pipeline.training.profiling import Profiling
 from drover.pipeline.training.rank_agreement import RankAgreement
@@ -62,9 +62,6 @@ from drover.pipeline.training.recorder import Recorder, kernel_lines, summary_li
 from drover.pipeline.training.replicas import ReplicaCheck
 from drover.pipeline.training.uploads import Uploads
 from drover.pipeline.training.watchdog import COMPILED_STEP_S, Watchdog, longest_wait
-
-ZBV_TORCH = "2.13"
-"""The first version of torch whose ZBV schedule supports autograd functions with their own backward pass."""
 
 
 class StartupTimes(dict[str, float]):
@@ -228,9 +225,6 @@ def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torc
         raise UserError(f"The vocabulary has {model.vocab_size} words, which parallel.tp ({parallel.tp}) does not "
                         f"divide. Set model.vocab_size to a multiple (ids beyond the tokenizer's are never used), or "
                         f"another parallel.tp.")
-    if parallel.pp > 1 and parallel.pp_schedule == "zbv" and torch.__version__ < ZBV_TORCH:
-        raise UserError(f"parallel.pp_schedule=zbv needs torch {ZBV_TORCH}: torch {torch.__version__} cannot split "
-                        f"the backward passes of these blocks. Use 1f1b or interleaved.")
     refuse_without_compiler(train, device)
     if train.precision == "fp8":
         refuse_without_fp8(config, device)
@@ -292,8 +286,6 @@ def _hooks(loop: Loop, uploads: Uploads | None) -> list[Hook]:
         *loop.own_hooks.values(),
         Norms() if train.norms_every is not None else None,
         Validation(loop) if train.validation_every is not None else None,
-        Fp8Watch(loop.engine, loop.ranks.device)
-        if loop.progress.precision == "fp8" and train.fp8_watch_every is not None else None,
         Samples(loop) if train.sample_every is not None else None,
         Profiling(train.profile, train.profile.start) if train.profile.start is not None else None,
         Garbage()]

@@ -114,9 +114,6 @@ x parallel.cp 2, which train.precision 'fp8'
 parallel.cp=3 -> is not divisible by 3 (parallel.cp 3 x parallel.tp 1)
 parallel.pp=5 -> 5 pipeline stages (parallel.pp 5, parallel.pp_schedule '1f1b') are more than model.layers 4
 parallel.pp=2; parallel.pp_schedule=interleaved; parallel.pp_stages=3 -> 6 pipeline stages
-parallel.pp=2; parallel.pp_schedule=zbv; model.tied_embeddings=true -> and model.tied_embeddings true)
-parallel.pp=2; parallel.pp_schedule=zbv -> (here are parallel.reshard 'always', train.compile None
-parallel.async_tp=true; parallel.tp=2; train.compile=false -> needs compiled blocks, but train.compile false
 parallel.timeout_minutes=30 -> timeout_minutes 30.0 is not longer than 3 x train.guards.hang_minutes 10.0
 train.activation_checkpointing=selective; train.kept_activations=[] -> is [] (list): list should have at least 1 item
 train.attention=flash -> train.attention 'flash' is not known. Take auto, sdpa, by_document
@@ -185,7 +182,7 @@ def test_what_cannot_be_is_refused_in_words(written, overrides, words):
 
 @pytest.mark.parametrize("overrides", [
     *(f"train.attention={name}" for name in ("auto", *BACKENDS, "my_package.my_module:MyBackend")),
-    "parallel.async_tp=true; parallel.tp=2", "parallel.timeout_minutes=1; train.guards.hang_minutes=null",
+    "parallel.timeout_minutes=1; train.guards.hang_minutes=null",
     "parallel.tp=2; model.vocab_size=514", "parallel.engine=deepspeed",
     "train.param_groups={output.*: {lr: 0.5, weight_decay: 0}}",
     "train.optimizer=muon; train.optimizer_settings={momentum: 0, nesterov: false}",

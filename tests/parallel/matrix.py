@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from drover.pipeline.config.training import ParallelConfig, TrainConfig
-from drover.pipeline.training.set_up import ZBV_TORCH
 from tests.model.varlen_on_cpu import NAME
 from tests.parallel.groups import REPOSITORY, run_case
 from tests.parallel.train_steps import train_steps
@@ -62,7 +61,6 @@ STORED = REPOSITORY / "tests/parallel/reference_losses.json"
 
 FOUR = {"layers": 4}
 INTERLEAVED = {"pp_schedule": "interleaved"}
-ZBV = {"pp_schedule": "zbv", "reshard": "never"}
 
 
 @dataclass(frozen=True)
@@ -150,9 +148,8 @@ LAYOUTS = [
     pipelined("pipeline 3, accumulation 4", 3, accumulation=4, pp=3),
     tied_pipelined("pipeline 4, accumulation 4, tied", 4, accumulation=4, pp=4),
     tied_pipelined("interleaved pipeline 2, accumulation 4, tied", 2, accumulation=4, **INTERLEAVED),
-    pipelined("ZBV pipeline 2 x FSDP2 2, accumulation 4, recomputed", 4, accumulation=4, **ZBV,
+    pipelined("pipeline 2 x FSDP2 2, reshard=never, accumulation 4, recomputed", 4, accumulation=4, reshard="never",
               activation_checkpointing="full"),
-    pipelined("ZBV pipeline 2 x tensor parallel 2, accumulation 8", 4, accumulation=8, tp=2, **ZBV),
     tied_pipelined("pipeline 2 x tensor parallel 2, accumulation 2, tied", 4, accumulation=2, tp=2),
     pipelined("pipeline 2 x FSDP2 2, accumulation 2, Muon", 4, accumulation=2, optimizer="muon"),
     pipelined("pipeline 2, accumulation 4, recomputed, aot_eager", 2, accumulation=4, backend="aot_eager",
@@ -316,8 +313,6 @@ def lacks(case: Case) -> str:
     """What a case needs that this machine does not have; empty where there is all."""
     if case.settings.get("precision") == "fp8" and importlib.util.find_spec("torchao") is None:
         return "no torchao, which fp8 needs: pip install --editable '.[fp8]'"
-    if case.settings.get("parallel", {}).get("pp_schedule") == "zbv" and torch.__version__ < ZBV_TORCH:
-        return f"zbv needs torch {ZBV_TORCH}"
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
     if (case.settings.get("backend") == "inductor" or kind_of(case)) and not any(map(shutil.which, compilers)):
         return "no C++ compiler, which inductor and DeepSpeed need on a CPU"
