@@ -14,7 +14,6 @@ from drover.launch.commands import cancel, logs, stop
 from drover.launch.slurm.chain import read_chain
 from drover.launch.slurm.nodes import failures
 from drover.launch.status import main as status
-from drover.model.config import ModelConfig
 from drover.pipeline.config.loading import load_config, shape_in
 from drover.pipeline.contract.manifest import STARTED, read_manifest, read_start, start_or_empty
 from drover.pipeline.contract.run import run_in
@@ -40,12 +39,11 @@ from drover.tools.trace.__main__ import main as trace
 from drover.tools.verify import main as verify
 from tests.conftest import REPOSITORY
 from tests.evaluation.test_tasks import write_planted
-from tests.formats.test_weights import as_pickled
 from tests.launch.run_folders import HandMade, ago
 from tests.mutations import FORBIDDEN, Reader, planted, put, tried
 from tests.records.recorded_time import Recorded
 from tests.stages.small_run import make_trained_run
-from tests.tiny_models import SHAPE, TOKENIZER_OF_BYTES, for_tokenizer, opinionated, write_huggingface, write_run
+from tests.tiny_models import TOKENIZER_OF_BYTES, for_tokenizer, write_huggingface, write_run
 from tests.token_shards import shards_in
 from tests.tokenization.conftest import byte_level, chunks, texts  # noqa: F401 - fixtures
 from tests.tokenization.conftest import files as vocabularies  # noqa: F401 - a fixture
@@ -208,11 +206,6 @@ def _read_hugging_face(folder):
     _read_weights(folder / "hf")
 
 
-def _pickled(folder):
-    as_pickled(folder / "hf", opinionated(ModelConfig(**{**SHAPE, "vocab_size": 32, "dim": 12, "ffn_dim": 8,
-                                                         "layers": 1})))
-
-
 def _vocabulary(path, folder):
     """A whole vocabulary, of the kind that its folder is named by."""
     shutil.copy(path, folder)
@@ -344,7 +337,6 @@ READERS = (
         hf/config.json -> num_hidden_layers -> 1099511627776
         hf/config.json -> vocab_size -> 1152921504606846976
         hf/*index.json -> weight_map -> {"x": "\\u0000"}""")]),
-    Reader("pickled", _pickled, _read_hugging_face, ("hf/*.bin", "hf/config.json"), cost=2),
     Reader("tokenizer.json", "huggingface", _read_vocabulary("huggingface", "tokenizer.json"),
            ("tokenizer*.json",), cost=2, known=(
         ("tokenizer.json", put("model", "continuing_subword_prefix", value=".")),

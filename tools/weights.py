@@ -1,10 +1,9 @@
 """Convert the weights of a Llama from one format to another.
 
-    drover weights Llama-3.2-1B --to 1b --format drover
     drover weights runs/demo --to demo-hf --format hf --dtype bf16
 
-MODEL is a run (its newest checkpoint), a training checkpoint, a Hugging Face folder, weights alone as `--format drover`
-writes them, or torchtitan's in DCP; which one is detected. Output is written to <to>.partial, which is renamed when it
+MODEL is a run (its newest checkpoint), a training checkpoint, a Hugging Face folder, or torchtitan's weights in DCP;
+which one is detected. Output is written to <to>.partial, which is renamed when it
 is complete. An interrupted conversion continues with the same command.
 """
 
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from drover.pipeline.config.kinds import add_plugin_option
 from drover.pipeline.core.console import Parser, Program, ProgressBar, find_model, refuse_low, say
-from drover.pipeline.formats.record import FORMAT, RECORD
 from drover.pipeline.records.weight_files import weights_folder
 from drover.tools.draft import Draft
 
@@ -30,8 +28,10 @@ if TYPE_CHECKING:
     from drover.tools.weights_companions import Companions
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-FORMS = ("hf", "drover", "dcp")
+FORMS = ("hf", "dcp")
 SHARD_GB = 5.0
+RECORD, FORMAT = "weights.json", 1
+"""What a written folder was made of, and its version."""
 
 
 def add_options(parser: Parser) -> None:
@@ -39,8 +39,8 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("source", type=find_model, metavar="MODEL", help="a folder of weights, or a run's name")
     add_plugin_option(parser)
     parser.add_argument("--to", dest="target", required=True, type=Path, metavar="PATH", help="the folder to write")
-    parser.add_argument("--format", required=True, choices=FORMS, help="Hugging Face's; Drover's: weights alone, to "
-                        "start a training from; torch.distributed.checkpoint with torchtitan's Llama 3")
+    parser.add_argument("--format", required=True, choices=FORMS, help="Hugging Face's; or "
+                        "torch.distributed.checkpoint with torchtitan's Llama 3")
     parser.add_argument("--dtype", choices=DTYPES, help="default: that of the source")
     parser.add_argument("--shard-gb", type=float, default=SHARD_GB, metavar="GB",
                         help=f"largest file, but for a tensor that is larger "
@@ -68,14 +68,14 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
     import torch
 
     from drover.pipeline.formats.huggingface import Source, huggingface_files, refuse_unexportable
-    from drover.pipeline.formats.weights import drover_files, open_weights, reader
+    from drover.pipeline.formats.weights import open_weights, reader
     from drover.tools.weights_companions import carried_files, companions_of
 
     with open_weights(source) as weights:
         config, companions = weights.config, companions_of(weights)
         if form == "hf":
             refuse_unexportable(config, qwens=companions.qwens)
-        elif form == "dcp":
+        else:
             from drover.pipeline.formats.dcp import dcp_files, refuse_other_networks
             refuse_other_networks(config)
         source_dtype = reduce(torch.promote_types, {weights.dtype(name) for name in weights.shapes})
@@ -83,8 +83,7 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
         say("weights", f"{weights.path} ({weights.form}): {_counted(weights)} in {_short_name(source_dtype)}")
         progress = ProgressBar("weights", f"to {form} in {_short_name(dtype)}", 0, "pieces")
         made = Source(config, dtype, reader(weights, dtype, progress.advance))
-        files = drover_files(made, shard_bytes) if form == "drover" else \
-            dcp_files(made, companions.token_ids) if form == "dcp" else \
+        files = dcp_files(made, companions.token_ids) if form == "dcp" else \
             huggingface_files(made, shard_bytes, companions.token_ids, qwens=companions.qwens)
         others, sentences = carried_files(companions, form)
         files = [*{file.name: file for file in (*files, *others)}.values()]

@@ -13,7 +13,6 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, read_json
 from drover.pipeline.formats.huggingface import OutputFile, text_file
 from drover.pipeline.formats.interface import Weights
-from drover.pipeline.formats.record import weights_record
 from drover.pipeline.records.weight_files import IDS, read_settings, settings_file
 from drover.pipeline.tokenization.files import (
     CODE,
@@ -66,15 +65,11 @@ class Companions:
 def companions_of(weights: Weights) -> Companions:
     """The files that belong to weights: from their folder, or from the tokenizer stage of their run."""
     folder = weights.path
-    if weights.form in ("hf", "dcp"):
-        settings = read_json(folder / "config.json")
-        ids = {name: settings[name] for name in IDS if settings.get(name) is not None}
-    elif (record := weights_record(folder)) is not None:
-        ids = record["token_ids"]
-    else:
+    if weights.form == "drover":
         return _of_run(folder, weights.config.context_length)
+    settings = read_json(folder / "config.json")
     result = _in_folder(folder)
-    result.token_ids = ids
+    result.token_ids = {name: settings[name] for name in IDS if settings.get(name) is not None}
     return result
 
 

@@ -261,7 +261,7 @@ def read_shape(path: Path) -> ModelConfig:
 
 
 def shape_in(folder: Path) -> ModelConfig:
-    """The shape of the weights in a folder: a run, one of its checkpoints, a Hugging Face folder, or weights alone.
+    """The shape of the weights in a folder: a run, one of its checkpoints, or a Hugging Face folder.
 
     `vocab_size` is None for a run that took it from its tokenizer. UserError if the folder describes no shape.
     """
@@ -270,8 +270,6 @@ def shape_in(folder: Path) -> ModelConfig:
     try:
         if (folder / "config.json").is_file():
             return read_shape(folder / "config.json")
-        if (folder / "weights.json").is_file():
-            return shape_from(typed(read_json(folder / "weights.json"), Record)["model"])
         if run is not None:
             return shape_from(read_yaml(run / "config.yaml").get("model", {}))
     except (OSError, ValueError, TypeError, KeyError) as error:

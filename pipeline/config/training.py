@@ -226,7 +226,7 @@ class TrainConfig(Section):
     rank's share of the batch. The plan shows it. Set it as large as memory allows."""
     init_from: LocalPath | None = execution(None)
     """Folder with weights to start from, instead of random ones. It is a run (its newest checkpoint), a training
-    checkpoint of any layout, a Hugging Face folder, or weights alone. Or it is a name on the Hugging Face Hub
+    checkpoint of any layout, or a Hugging Face folder. Or it is a name on the Hugging Face Hub
     (owner/name, or owner/name@revision). Optimizer state, schedule and data position start from scratch. The weights'
     content is part of what the run is, not their path. Keep the folder until the run is done. docs/continue.md says
     what may differ."""

@@ -71,10 +71,8 @@ def huggingface_files(source: Source, shard_bytes: int, token_ids: Mapping[str, 
     files = list[OutputFile]()
     where = dict[str, str]()
     size = 0
-    for file, layouts in tensor_files(source, shard_bytes, lambda number, count:
-                                      f"model-{number + 1:05d}-of-{count:05d}.safetensors",
-                                      partial(to_huggingface, config=source.config,
-                                              fourth_bias=content["model_type"] != "qwen2")):
+    theirs = partial(to_huggingface, config=source.config, fourth_bias=content["model_type"] != "qwen2")
+    for file, layouts in tensor_files(source, shard_bytes, theirs):
         files.append(file)
         where |= dict.fromkeys(layouts, file.name)
         size += sum(layout.size for layout in layouts.values())
@@ -84,13 +82,10 @@ def huggingface_files(source: Source, shard_bytes: int, token_ids: Mapping[str, 
     return [*files, *(text_file(name, json.dumps(content, indent=2) + "\n") for name, content in contents.items())]
 
 
-def tensor_files(source: Source, most_bytes: int, named: Callable[[int, int], str],
-                 stored: Stored) -> Iterator[tuple[OutputFile, dict[str, FileLayout]]]:
+def tensor_files(source: Source, most_bytes: int, stored: Stored) -> Iterator[tuple[OutputFile, dict[str, FileLayout]]]:
     """The safetensors files of all parameters, each with the layouts of its tensors.
 
-    Args:
-        most_bytes: largest size of a file, unless one tensor is larger.
-        named: returns a file's name, from its number (from 0) and the number of files.
+    most_bytes: largest size of a file, unless one tensor is larger.
     """
     shapes = parameter_shapes(source.config)
     groups = list[list[str]]()
@@ -105,7 +100,7 @@ def tensor_files(source: Source, most_bytes: int, named: Callable[[int, int], st
     for number, names in enumerate(groups):
         layouts = {theirs: FileLayout(source.dtype, tuple(tensor.shape)) for name in names
                    for theirs, tensor in stored(name, torch.empty(shapes[name], device="meta"))}
-        yield OutputFile(named(number, len(groups)), len(names),
+        yield OutputFile(f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors", len(names),
                          partial(_write, source=source, names=names, layouts=layouts, stored=stored)), layouts
 
 

@@ -261,7 +261,6 @@ class CheckpointReader:
     Close it, or use it in a `with`. It is for one thread at a time.
 
     Args:
-        fix: what a user can do if a file is damaged.
         index: content of the index, if `read_index` has read it for all ranks.
 
     Raises:
@@ -269,10 +268,8 @@ class CheckpointReader:
         KeyError: the checkpoint does not have the tensor.
     """
 
-    def __init__(self, folder: Path, fix: str = "Run the train stage again: it continues from the newest valid one.",
-                 index: bytes | None = None) -> None:
+    def __init__(self, folder: Path, index: bytes | None = None) -> None:
         self.folder = folder
-        self._fix = fix
         self._open: OrderedDict[int, TensorFile] = OrderedDict()
         try:
             content = parsed_json(read_bytes(folder / INDEX) if index is None else index)
@@ -344,4 +341,5 @@ class CheckpointReader:
         return self._open[number]
 
     def _problem(self, what: str) -> UserError:
-        return UserError(f"The checkpoint {self.folder} cannot be read: {what}. {self._fix}")
+        return UserError(f"The checkpoint {self.folder} cannot be read: {what}. Run the train stage again: "
+                         f"it continues from the newest valid one.")

@@ -1,4 +1,4 @@
-"""Files of named tensors, read in parts: safetensors, which are also written here, and those of torch.save.
+"""safetensors files, written here and read in parts.
 
 The format (https://huggingface.co/docs/safetensors): 8 bytes with the length of the header, the header as JSON, the
 tensors' bytes, little-endian and without gaps. The library safetensors can write only what is in memory as a whole, and
@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,6 @@ from drover.pipeline.core.files import (
     named_in_errors,
     opened,
     parsed_json,
-    refuse_irregular,
     typed,
 )
 
@@ -232,44 +230,3 @@ class TensorFile:
         if size != 8 + length + end:
             raise DamagedFileError(f"{self.path} has {size} bytes instead of {8 + length + end}")
         return layouts, starts
-
-
-class PickleFile:
-    """A file of torch.save (.pth, .bin), mapped and open for reading any rectangle. Only tensors are unpickled.
-
-    A pickle may call any function. `torch.load(weights_only=True)` accepts tensors and a few containers, and refuses
-    everything else before it runs. Pages of a mapped file are loaded when they are read, and may be dropped again. But
-    the system must be able to grant the memory of one file, and limits count it.
-
-    Raises DamagedFileError if it is missing or truncated, or contains anything but named tensors on the host.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            refuse_irregular(path)
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except FileNotFoundError as error:
-            raise DamagedFileError(f"{path} is missing") from error
-        except Exception as error:
-            reason = re.search(r"unsupported.*|mmap can only.*", str(error), re.IGNORECASE)  # others advise unsafely
-            raise DamagedFileError(f"{path} is truncated, contains more than tensors, or is older than torch 1.6; "
-                                   f"nothing of it was executed "
-                                   f"({(reason[0] if reason else str(error)).partition('. ')[0][:200]})") from error
-        if not isinstance(content, dict):
-            raise DamagedFileError(f"{path} contains a {type(content).__name__} instead of named tensors")
-        for name, value in content.items():
-            if not (isinstance(name, str) and type(value) in (Tensor, torch.nn.Parameter) and not value.is_quantized
-                    and value.layout == torch.strided and value.device.type == "cpu" and value.dtype in DTYPE_NAMES):
-                raise DamagedFileError(f"{path} has {str(name)[:100]!r}, which is not a plain tensor of a known type")
-        self._tensors: dict[str, Tensor] = {name: tensor.detach() for name, tensor in content.items()}
-        self.layouts = {name: FileLayout(tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()}
-
-    def close(self) -> None:
-        """Close the file."""
-        self._tensors.clear()
-
-    def read_into(self, target: Tensor, name: str, offset: Dims) -> None:
-        """Fill `target` with the rectangle of the tensor `name` that starts at `offset` and has target's shape."""
-        target.copy_(self._tensors[name][tuple(slice(start, start + size) for start, size
-                                               in zip(offset, target.shape, strict=True))])

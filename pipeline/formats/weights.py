@@ -29,17 +29,14 @@ from drover.model.names import (
 )
 from drover.pipeline.config.loading import read_shape, shape_from
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Inside, Output, read_record
-from drover.pipeline.formats.huggingface import OutputFile, Read, Source, tensor_files
+from drover.pipeline.core.files import Inside, read_record
+from drover.pipeline.formats.huggingface import Read
 from drover.pipeline.formats.interface import Weights
-from drover.pipeline.formats.record import RECORD, weights_record
-from drover.pipeline.formats.sharded_tensors import INDEX, CheckpointReader, Index, write_index
+from drover.pipeline.formats.sharded_tensors import INDEX, CheckpointReader
 from drover.pipeline.formats.tensor_file import (
-    DTYPE_NAMES,
     DamagedFileError,
     Dims,
     MaybeDims,
-    PickleFile,
     TensorFile,
 )
 from drover.pipeline.records.checkpoints import read_marker
@@ -73,23 +70,20 @@ MODEL = "model."
 
 
 class CheckpointWeights(Weights):
-    """A training checkpoint of any engine and layout; or a folder in the same format with weights alone, which
-    `weights.json` describes."""
+    """A training checkpoint of any engine and layout."""
 
     form = "drover"
 
     def __init__(self, path: Path, config: ModelConfig | None = None) -> None:
-        record = weights_record(path)
-        recorded = ModelConfig(**record["model"]) if record else None
-        marker = None if recorded else read_marker(path)
-        self._reader = CheckpointReader(path, fix="Make it again.") if recorded else CheckpointReader(path)
+        marker = read_marker(path)
+        self._reader = CheckpointReader(path)
         try:
-            if marker and config is None:
+            if config is None:
                 rows = self._reader.shape(MODEL + EMBEDDING)[0]
                 config = shape_from({**marker.config["model"], "vocab_size": rows})
         except (ValueError, LookupError) as error:
             raise UserError(f"{path} does not state its network's shape ({error}). Use another checkpoint.") from None
-        super().__init__(path, recorded or config)  # type: ignore[arg-type]
+        super().__init__(path, config)
         self._fit({name.removeprefix(MODEL): self._reader.shape(name) for name in self._reader.names(MODEL)},
                   self.stored_shapes, (), "the shape stated with them")
 
@@ -141,7 +135,7 @@ class TensorIndex(TypedDict):
 
 
 class HuggingFaceWeights(Weights):
-    """A folder in Hugging Face's format, in one file or many: safetensors, or the pickled .bin of earlier years.
+    """A folder in Hugging Face's format, in one file or many.
 
     Raises UserError if it is not a Llama, if a file is missing, or if the weights do not fit config.json.
     """
@@ -151,7 +145,7 @@ class HuggingFaceWeights(Weights):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, read_shape(path / "config.json"))
-        self._where: dict[str, TensorFile | PickleFile] = {}
+        self._where: dict[str, TensorFile] = {}
         try:
             self._open()
         except BaseException:
@@ -213,18 +207,17 @@ class HuggingFaceWeights(Weights):
             raise UserError(f"{adapter} says that an adapter belongs to the weights in {self.path}: merge it "
                             f"(merge_and_unload of peft, then save_pretrained), or remove its files to use the weights "
                             f"without it.")
-        single = next((name for name in SINGLE_FILES if any((self.path / file).is_file() for file in
-                                                            (name, f"{name}.index.json"))), SINGLE_FILES[0])
-        index = self.path / f"{single}.index.json"
-        listed = None if (self.path / single).is_file() else read_record(
+        index = self.path / f"{SINGLE_FILE}.index.json"
+        listed = None if (self.path / SINGLE_FILE).is_file() else read_record(
             index, TensorIndex, "Fetch or export the folder again.")
-        for name in sorted(set(listed["weight_map"].values())) if listed else [single]:
+        for name in sorted(set(listed["weight_map"].values())) if listed else [SINGLE_FILE]:
             if Path(name).name != name:
                 raise UserError(f"The index {index} names {name!r}, which is not a file in its folder.")
             try:
-                file = (TensorFile if name.endswith(".safetensors") else PickleFile)(self.path / name)
+                file = TensorFile(self.path / name)
             except (DamagedFileError, OSError) as error:
-                raise UserError(f"The weights in {self.path} cannot be read: {error}. Fetch or export them again."
+                raise UserError(f"The weights in {self.path} cannot be read: {error}. Fetch or export them again, "
+                                f"as safetensors."
                                 ) from None
             for twice in self._where.keys() & file.layouts:
                 raise UserError(f"{twice} is both in {self._where[twice].path} and in {file.path}: only one can be the "
@@ -232,8 +225,8 @@ class HuggingFaceWeights(Weights):
             self._where.update(dict.fromkeys(file.layouts, file))
 
 
-SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
-"""Weights of a folder in Hugging Face's format, in one file of this name or with an index. The first found is used."""
+SINGLE_FILE = "model.safetensors"
+"""Weights of a folder in Hugging Face's format, in one file of this name or with an index."""
 
 
 def open_weights(path: Path) -> Weights:
@@ -246,9 +239,9 @@ def open_weights(path: Path) -> Weights:
         return DcpWeights(folder)
     if (folder / HUGGING_FACE).is_file():
         return HuggingFaceWeights(folder)
-    raise UserError(f"{path} has no weights in a format that Drover knows: a training checkpoint ({INDEX}), weights "
-                    f"alone ({INDEX} and {RECORD}), a Hugging Face folder ({HUGGING_FACE}), one of "
-                    f"torch.distributed.checkpoint ({DCP}), or a run's folder.")
+    raise UserError(f"{path} has no weights in a format that Drover knows: a training checkpoint ({INDEX}), a "
+                    f"Hugging Face folder ({HUGGING_FACE}), one of torch.distributed.checkpoint ({DCP}), or a run's "
+                    f"folder.")
 
 
 def load_model(weights: Weights, device: torch.device, dtype: torch.dtype) -> Llama:
@@ -261,17 +254,3 @@ def load_model(weights: Weights, device: torch.device, dtype: torch.dtype) -> Ll
     model.load_state_dict(state, assign=True)
     model.tie()
     return model.eval().requires_grad_(False)
-
-
-def drover_files(source: Source, shard_bytes: int) -> list[OutputFile]:
-    """The files of weights alone, in the format of a training checkpoint's tensors (sharded_tensors.py)."""
-    files = list[OutputFile]()
-    parts = list[Index]()
-    for file, layouts in tensor_files(source, shard_bytes, lambda number, _: f"weights-{number:05d}.safetensors",
-                                      lambda name, tensor: [(MODEL + name, tensor)]):
-        files.append(file)
-        parts.append(Index.of(Output(path=file.name, bytes=0, sha256=""), {  # only its name is written
-            name: (DTYPE_NAMES[source.dtype], layout.shape, [((0,) * len(layout.shape), layout.shape)])
-            for name, layout in layouts.items()}))
-    index = Index.joined(parts)
-    return [*files, OutputFile(INDEX, 0, lambda path: write_index(path.parent, index))]

@@ -19,8 +19,6 @@ OURS = "drover."
 RUN = "config.yaml"
 """In the folder of a run."""
 HUGGING_FACE = "config.json"
-INDEX = "index.json"
-"""Next to weights alone, without optimizer state."""
 DCP = ".metadata"
 """In a folder of torch.distributed.checkpoint."""
 
@@ -51,9 +49,7 @@ def weight_files(path: Path) -> list[Path]:
     folder = weights_folder(path)
     if (folder / MARKER).is_file():
         return [folder / MARKER]
-    if (folder / INDEX).is_file():
-        return [folder / INDEX, *sorted(folder.glob("*.safetensors"))]
-    patterns = (HUGGING_FACE, DCP, "*.distcp", "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
+    patterns = (HUGGING_FACE, DCP, "*.distcp", "*.safetensors", "*.safetensors.index.json")
     result = sorted(file for pattern in patterns for file in folder.glob(pattern))
     if not result:
         raise UserError(f"{folder} holds no weights: neither {MARKER} nor {HUGGING_FACE}. Meta's format is not read: "

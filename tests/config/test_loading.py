@@ -74,7 +74,7 @@ launch:
     written("seed: 5", "base.yaml")
     written("partition: ours", "site.yaml")
     written("", "tilde_plugin.py")
-    written('{"model": {"layers": 3}}', "weights/weights.json")
+    written("model: {layers: 3}", "weights/config.yaml")
     result, expected = (load_config(written(text.replace("HOME", home)), check=False)
                        for home in ("~", str(tmp_path)))
     assert result == expected and (result.seed, result.model.layers, result.launch.partition) == (5, 3, "ours")

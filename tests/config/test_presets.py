@@ -47,8 +47,7 @@ def test_a_folder_with_weights_is_a_shape_too(written, tmp_path):
     model = for_tokenizer(TOKENIZER_OF_BYTES, tied_embeddings=True, rope_theta=1e4)
     run = write_run(tmp_path / "run", {3: model}, TOKENIZER_OF_BYTES, model=model.config.model_dump(mode="json"))
     exported = write_huggingface(tmp_path / "hf", model, TOKENIZER_OF_BYTES)
-    write_json(tmp_path / "alone/weights.json", {"model": model.config.model_dump(mode="json")})
-    for folder in (run, run / "train/checkpoints/step-00000003", exported, tmp_path / "alone"):
+    for folder in (run, run / "train/checkpoints/step-00000003", exported):
         size = TOKENIZER_OF_BYTES.size
         result = shape(written(f"model: {{preset: {folder}, context_length: 512, vocab_size: {size}}}"))
         assert result.model_copy(update={"context_length": model.config.context_length}) == model.config

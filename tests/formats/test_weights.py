@@ -1,9 +1,7 @@
 """Weights by our names from every form: whole and in rectangles, and what is no model refused in a sentence."""
 
 import json
-import pickle
 import random
-from collections import OrderedDict
 
 import pytest
 import torch
@@ -12,11 +10,10 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from drover.model.config import ModelConfig
-from drover.model.names import to_huggingface
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.weights import load_model, open_weights
 from tests.formats.cutting import read_alike, write_checkpoint
-from tests.formats.exporting import Hostile, write_model
+from tests.formats.exporting import write_model
 from tests.refusal import refused, table
 from tests.tiny_models import as_checkpoint, opinionated
 
@@ -37,20 +34,7 @@ def as_huggingface(folder, model, **options):
     return folder
 
 
-def as_pickled(folder, model):
-    """As folders of earlier years have it; the frequencies that they stored as well."""
-    as_huggingface(folder, model)
-    for path in folder.glob("model*"):
-        path.unlink()
-    tensors = [pair for name, each in model.named_parameters()
-               for pair in to_huggingface(name, each.detach(), model.config)]
-    torch.save(OrderedDict([*tensors, ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(2))]),
-               folder / "pytorch_model.bin")
-    return folder
-
-
 FORMS = {
-    "pickled": as_pickled,
     "one file": as_huggingface,
     "many files": lambda folder, model: as_huggingface(folder, model, max_shard_bytes=9000),
     "checkpoint": as_checkpoint,
@@ -109,23 +93,6 @@ def test_missing_files_and_paths_that_lead_out_are_refused(folder):
     refused(UserError, "does not describe a Llama", open_weights, folder)
 
 
-def test_nothing_in_a_pickle_is_executed(tmp_path):
-    folder = as_pickled(tmp_path / "x", opinionated(SHAPES["untied"]))
-    file = folder / "pytorch_model.bin"
-    valid = torch.load(file, weights_only=True)
-    torch.save({**valid, "model.norm.weight": Hostile(tmp_path / "executed")}, file)
-    refused(UserError, "nothing of it was executed .*posix", open_weights, folder)
-    file.write_bytes(pickle.dumps(Hostile(tmp_path / "executed")))
-    refused(UserError, "older than torch 1.6; nothing of it was executed", open_weights, folder)
-    torch.save({**valid, "extra": [1, 2]}, file)
-    refused(UserError, "'extra', which is not a plain tensor", open_weights, folder)
-    torch.save([1], file)
-    refused(UserError, "contains a list", open_weights, folder)
-    assert not (tmp_path / "executed").exists()
-    pickle.loads(pickle.dumps(Hostile(tmp_path / "executed")))
-    assert (tmp_path / "executed").exists()  # it would have
-
-
 @pytest.mark.parametrize(("changes", "message"), table(r"""
     {model_type: mistral, sliding_window: 8, layer_types: [full_attention, sliding_attention]} -> layer_types that do
     {vocab_size: 91} -> is \[90, 48\]; by its config.json it is \[91, 48\]
@@ -170,9 +137,7 @@ def test_the_fourth_bias_is_read_only_where_it_is_zero(value, tmp_path):
 def with_head(form, folder, model, head):
     """A folder of a tied model that also stores an output matrix."""
     FORMS[form](folder, model)
-    if form == "pickled":
-        torch.save(torch.load(folder / "pytorch_model.bin") | {"lm_head.weight": head}, folder / "pytorch_model.bin")
-    elif form == "checkpoint":
+    if form == "checkpoint":
         write_checkpoint(folder, {f"model.{name}": each.detach() for name, each in model.named_parameters()}
                          | {"model.output.weight": head})
     else:  # in a file of its own

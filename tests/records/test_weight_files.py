@@ -19,14 +19,12 @@ def write(folder, names):
 
 @pytest.mark.parametrize(("decide", "others"), table("""
     COMPLETE.json -> index.json rank-00000.safetensors
-    index.json rank-00000.safetensors -> weights.json tokenizer.json
     config.json model-00001-of-00002.safetensors model-00002-of-00002.safetensors model.safetensors.index.json -> \
 tokenizer.json README.md
-    config.json pytorch_model.bin -> README.md
     config.json model.safetensors -> params.json original/consolidated.00.pth original/params.json""",
                                                 str.split, str.split))
 def test_what_decides_the_weights_is_named_and_nothing_else(decide, others, tmp_path):
-    """Of a checkpoint, of weights alone, in Hugging Face's form, pickled there, and with Meta's files next to it."""
+    """Of a checkpoint, in Hugging Face's form, and with Meta's files next to it."""
     assert [path.name for path in weight_files(write(tmp_path / "x", decide + others))] == decide
 
 

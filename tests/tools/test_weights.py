@@ -13,11 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama, initialise
-from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json, write_json
 from drover.pipeline.formats import huggingface
 from drover.pipeline.formats.weights import open_weights
-from drover.pipeline.records.checkpoints import complete_checkpoints, read_marker
 from drover.pipeline.tokenization.conversion import open_tokenizer, write_hugging_face
 from drover.tools.draft import Draft
 from drover.tools.weights import main
@@ -26,7 +24,7 @@ from tests.cut_off import cut_off
 from tests.formats.cutting import write_checkpoint
 from tests.formats.exporting import write_model
 from tests.hub_server import hub  # noqa: F401 - a fixture
-from tests.refusal import printed, refused
+from tests.refusal import printed
 from tests.stages.limited import LARGE_TENSORS
 from tests.tiny_models import TOKENIZER_OF_BYTES, for_tokenizer, opinionated, write_huggingface, write_run
 from tests.tokenization.conftest import byte_level, chunks, files, rank_lines, texts, vocabularies  # noqa: F401
@@ -72,15 +70,14 @@ def contents(folder):
 
 
 def test_what_belongs_to_the_weights_goes_with_them_but_names_of_code(source, tmp_path, capsys, hub):  # noqa: F811
-    """From the Hub, by way of our form and torch's, to Hugging Face's."""
+    """From the Hub, by way of torch's form, to Hugging Face's."""
     settings = source / "tokenizer_config.json"
     plain = read_json(settings)
     write_json(settings, {**plain, "auto_map": {"AutoTokenizer": ["evil.E", None]}})
     hub.push("someone/small", source)
-    output = carry(capsys, "someone/small", tmp_path / "drover", "drover")
+    output = carry(capsys, "someone/small", tmp_path / "dcp", "dcp")
     assert f"21 tensors, {SHAPE.parameter_count:,} parameters in fp32" in output
     assert "tokenizer_config.json named code (auto_map), which is left out" in output
-    carry(capsys, tmp_path / "drover", tmp_path / "dcp", "dcp")
     output = carry(capsys, tmp_path / "dcp", tmp_path / "hf", "hf", "--shard-gb", "0.00006")
     before, after = contents(source), contents(tmp_path / "hf")
     assert after.keys() - before.keys() == {"weights.json"} and before.keys() - after.keys() == {"README.md"}
@@ -98,7 +95,7 @@ def test_a_tokenizer_model_alone_is_carried_and_what_lacks_is_said(model, tmp_pa
     output = carry(capsys, theirs, tmp_path / "hf", "hf")
     assert "original/tokenizer.model. There is no tokenizer.json" in output
     assert not (tmp_path / "hf/tokenizer.model").exists()
-    carry(capsys, tmp_path / "hf", tmp_path / "again", "drover")
+    carry(capsys, tmp_path / "hf", tmp_path / "again", "dcp")
     assert (tmp_path / "again/tokenizer.model").read_bytes() == data
 
 
@@ -112,7 +109,7 @@ def test_of_a_run_its_tokenizer_goes_with_the_newest_checkpoint(model, tmp_path,
     assert read_json(tmp_path / "hf/config.json")["bos_token_id"] == 256
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (run / "tokenizer/hf" / name).read_bytes()
-    output = carry(capsys, run / "train/checkpoints/step-00000007", tmp_path / "drover", "drover")
+    output = carry(capsys, run / "train/checkpoints/step-00000007", tmp_path / "dcp", "dcp")
     assert "Carried over: tokenizer.json, tokenizer_config.json, tokenizer.model." in output
 
 
@@ -129,22 +126,6 @@ def test_a_sentencepiece_model_of_a_run_is_put_where_llama_cpp_reads_it_right(
     assert (tmp_path / "hf" / place).read_bytes() == files[algorithm].read_bytes()
     assert read_json(tmp_path / "hf" / path.name) == new
     assert new["add_prefix_space"] is False and new["split_special_tokens"] is False
-
-
-def test_weights_alone_can_be_started_from_and_not_resumed_from(source, model, tmp_path, capsys):
-    """In the type that was asked for."""
-    made = tmp_path / "run/train/checkpoints/step-00000005"
-    output = carry(capsys, source, made, "drover", "--dtype", "bf16")
-    assert "in fp32" in output and "parameters in bf16" in output
-    with open_weights(made) as weights:
-        assert weights.form == "drover" and weights.config == SHAPE
-        assert all(torch.equal(weights.read(name), each.bfloat16()) for name, each in model.named_parameters())
-    assert complete_checkpoints(tmp_path / "run/train") == []
-    refused(UserError, "is not a complete checkpoint", read_marker, made)
-    for name, change, output in (("index.json", ("weights-00000", "../weights-00000"), "no path inside"),
-                               ("weights.json", ('"', ""), r"weights\.json is damaged")):
-        (made / name).write_text((made / name).read_text().replace(*change))
-        refused(UserError, output, open_weights, made)
 
 
 class Killed(BaseException):
@@ -173,21 +154,21 @@ def interrupted(capsys, monkeypatch, source, target):
         raise Killed
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Draft, "publish", killed)
-        carry(capsys, source, target, "drover")
+        carry(capsys, source, target, "hf")
     return target.with_name(f"{target.name}.partial")
 
 
 def test_what_was_begun_is_continued_as_far_as_it_is_the_same(source, tmp_path, capsys, monkeypatch):
     def refused(*more):
-        return carry(capsys, source, tmp_path / "x", "drover", *more, expect=2)
+        return carry(capsys, source, tmp_path / "x", "hf", *more, expect=2)
     partial = interrupted(capsys, monkeypatch, source, tmp_path / "x")
-    before, name = contents(partial), "weights-00000.safetensors"
+    before, name = contents(partial), "model-00001-of-00001.safetensors"
     assert "started with other inputs (dtype)" in refused("--dtype", "bf16")
     (source / "chat_template.jinja").write_text("another")
     assert "other inputs (source)" in refused() and contents(partial) == before and not (tmp_path / "x").exists()
     again = interrupted(capsys, monkeypatch, source, tmp_path / "y")
     (again / name).write_bytes(before[name][:-1] + bytes([before[name][-1] ^ 1]))
-    carry(capsys, source, tmp_path / "y", "drover")
+    carry(capsys, source, tmp_path / "y", "hf")
     assert (tmp_path / "y" / name).read_bytes() == before[name], "a finished file counts only with its hash"
     shutil.rmtree(partial)
     partial.mkdir()
@@ -210,7 +191,7 @@ def test_what_is_at_the_target_is_left_as_it_is(source, tmp_path, capsys, monkey
         if target == new:  # where something comes while the conversion runs
             assert sorted(tmp_path.iterdir()) == before
             monkeypatch.setattr(Draft, "publish", lambda draft: (folder.rename(new), publish(draft)))
-        assert "There is something else at" in carry(capsys, source, target, "drover", expect=2)
+        assert "There is something else at" in carry(capsys, source, target, "hf", expect=2)
     assert [path.name for path in new.iterdir()] == ["mine"]
 
 
@@ -223,7 +204,7 @@ def test_values_that_are_no_numbers_or_none_of_fp16_are_refused_by_the_tensors_n
     name = "model.embed_tokens.weight"
     tensors[name][0, 0] = value
     save_file(tensors, file, {"format": "pt"})
-    output = carry(capsys, source, tmp_path / "to", "drover", "--dtype", "fp16", expect=2)
+    output = carry(capsys, source, tmp_path / "to", "hf", "--dtype", "fp16", expect=2)
     assert message in output and f"{name} in " in output
     assert not (tmp_path / "to").exists()
 
@@ -248,14 +229,13 @@ import torch
 from drover.pipeline.formats.weights import open_weights
 from drover.tools.weights import convert
 source, target = map(Path, sys.argv[1:])
-for form in ("hf", "drover"):  # so that all libraries are loaded
-    convert(target / "small", target / f"small-{form}", form, None, 10**9)
+convert(target / "small", target / "small-hf", "hf", None, 10**9)  # so that all libraries are loaded
 def limit(allowed):
     used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) * 1024
     resource.setrlimit(resource.RLIMIT_DATA, (used + allowed, resource.RLIM_INFINITY))
 limit(60_000_000)
 convert(source, target / "hf", "hf", None, 50_000_000)
-convert(target / "hf", target / "again", "drover", None, 10**9)
+convert(target / "hf", target / "again", "hf", None, 10**9)
 with open_weights(source) as large:
     try:
         whole = {name: large.read(name) for name in large.shapes}
