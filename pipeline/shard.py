@@ -32,11 +32,8 @@ from drover.pipeline.core.errors import UnusableInputError, UserError, absent, a
 from drover.pipeline.core.files import atomic_file, output_record, read_lines, sha256_file
 from drover.pipeline.data.counts import (
     MOST_NAMED,
-    TOGETHER,
     FileRead,
-    counts_of_dataset,
     counts_of_files,
-    dataset_remarks,
     files_read,
     incomplete,
     named,
@@ -122,7 +119,8 @@ def shard(work: Work) -> None:
     written = work.run_pass("write", [Task(f"{payload['split']}-{payload['name']}", payload)
                                       for payload in decided.payloads], write_shard, "shards")
     shards = [output for record in written for output in record["outputs"]]
-    _reconcile(counts, shards, files)
+    own = {source.name for source in config.sources if source.kind != "hf"}  # a library reads the others' files
+    _reconcile(counts, shards, [file for file in files if file["name"].partition("/")[0] in own])
     contamination = []
     if searches:
         counts["contamination"], record = gather_contamination(work, searches, [own["findings"] for own in read])
@@ -155,12 +153,10 @@ def _filters(work: Work) -> dict[str, Any]:
 def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[int], config: ShardConfig,
            inputs: list[FileRead]) -> dict[str, Any]:
     """How many documents were kept and dropped and why and how many files were read, for each source and in total; each
-    source's data card; the files of which something was not read, those that were left out, and remarks on each
-    source."""
+    source's data card; the files of which something was not read, and remarks on each source."""
     of_source: dict[str, dict[str, Any]] = {}
     cards: dict[str, dict[str, Any]] = {}
     remarks: dict[str, list[str]] = {}
-    left_out = list[dict[str, str]]()
     for number, source in enumerate(config.sources):
         units = [unit for unit, owner in enumerate(source_of_unit) if owner == number]
         records = [read[unit] for unit in units]
@@ -173,9 +169,6 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
         duplicate, near, low = decided.dropped[units].sum(axis=0).tolist()
         filtered = few_reasons(total([no_counts(config.filters), *(record["filters"] for record in records)]))
         own = [file for file in inputs if file.source == source.name]
-        dataset = records[0]["dataset"] if source.kind == "hf" else {}
-        left_out += [{"source": source.name, "file": file, "reason": reason}
-                     for file, reason in dataset.get("left_out", {}).items()]
         of_source[source.name] = counts = {
             "documents_in": documents, "cut_in_two": int(decided.cuts(number)),
             **{split: sums["documents"] for split, sums in kept.items()},
@@ -186,19 +179,17 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
             "rejected": rejected,
             **({"documents_that_are_html": pages} if pages else {}),
             **({"passed_over": passed} if (passed := passed_over(own)) else {}),
-            **(counts_of_dataset(dataset, documents, rejected) if dataset else counts_of_files(own)),
+            **counts_of_files(own),
             "text_bytes": {split: sums["text_bytes"] for split, sums in kept.items()},
             "documents_with_u2581": sum(sums["u2581"] for sums in kept.values()),
         }
-        remarks[source.name] = [*(dataset_remarks(source, dataset, documents) if source.kind == "hf" else
-                                  file_remarks(source, own)), *_warnings(config, source, counts)]
+        remarks[source.name] = [*file_remarks(source, own), *_warnings(config, source, counts)]
         if number in decided.least:
             remarks[source.name].append(f"source {source.name}: {low:,} documents are "
                                         f"{config.best_shares[source.name].reason}, whose scores are "
                                         f"{decided.least[number]:.6g} and more")
     return {**total(of_source.values()), "sources": of_source, "cards": cards, "remarks": remarks,
-            "incomplete_files": [vars(file) for file in incomplete(inputs)[:MOST_NAMED]],
-            "left_out_files": left_out[:MOST_NAMED]}
+            "incomplete_files": [vars(file) for file in incomplete(inputs)[:MOST_NAMED]]}
 
 
 def _warnings(config: ShardConfig, source: Source, counts: dict[str, Any]) -> Iterator[str]:
@@ -292,10 +283,9 @@ def _reconcile(counts: dict[str, Any], outputs: list[dict[str, Any]], files: lis
     """AssertionError unless the documents in the shards (as read back) and the dropped ones are all that were read, and
     the files that units read are all that were listed, to their bytes."""
     for source, own in counts["sources"].items():
-        if TOGETHER not in own["files"]:
-            sizes = [file["bytes"] for file in files if file["name"].startswith(f"{source}/")]
-            if own["files"]["in"] != len(sizes) or own["bytes"]["in"] != sum(sizes):
-                raise AssertionError(f"{source}: {len(sizes)} files of {sum(sizes)} bytes were listed: {own}")
+        sizes = [file["bytes"] for file in files if file["name"].startswith(f"{source}/")]
+        if own["files"]["in"] != len(sizes) or own["bytes"]["in"] != sum(sizes):
+            raise AssertionError(f"{source}: {len(sizes)} files of {sum(sizes)} bytes were listed: {own}")
         written = {split: sum(record["docs"] for record in outputs
                               if (record["split"], record["source"]) == (split, source)) for split in SPLITS}
         accounted = sum(written.values()) + sum(own["dropped"].values()) + own["rejected"] - own["cut_in_two"]

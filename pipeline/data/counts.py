@@ -12,7 +12,7 @@ from drover.pipeline.core.files import Record
 from drover.pipeline.data.documents import Document, Rejection
 
 if TYPE_CHECKING:
-    from drover.pipeline.config.data import HubSource, Source
+    from drover.pipeline.config.data import Source
     from drover.pipeline.data.filters.base import Dropped
 
 MOST_NAMED = 100
@@ -22,8 +22,6 @@ MOST_REASON = 300
 FEW_NAMED = 5
 """So many are named in a message."""
 BECAME = ("whole", "partly", "unread", "empty")
-TOGETHER = "together"
-"""What became of files of which only together is known what was read."""
 
 
 @dataclass
@@ -109,14 +107,6 @@ def counts_of_files(files: Sequence[FileRead]) -> Record:
             "bytes": {"in": sum(file.bytes for file in files), "rejected": sum(file.lost_bytes for file in files)}}
 
 
-def counts_of_dataset(dataset: Record, documents: int, rejected: int) -> Record:
-    """The same of a dataset (see `hub.files_record`), whose library does not say what it took from which file: its
-    files are counted together, and of their bytes the share of rejected documents."""
-    size, files = dataset["bytes"], dataset["files"]
-    return {"files": {"in": files, **dict.fromkeys(BECAME, 0), TOGETHER: files},
-            "bytes": {"in": size, "rejected": size * rejected // max(1, documents)}}
-
-
 def incomplete(files: Iterable[FileRead]) -> list[FileRead]:
     """Those of which something could not be read, those with the most such bytes first."""
     result = (file for file in files if file.rejected)
@@ -126,15 +116,6 @@ def incomplete(files: Iterable[FileRead]) -> list[FileRead]:
 def named(files: Sequence[FileRead]) -> str:
     """The first of some files, with what was read of them, as text for a message."""
     return first(list(map(str, files)), FEW_NAMED)
-
-
-def dataset_remarks(source: HubSource, dataset: Record, documents: int) -> Iterator[str]:
-    """What a person should know of what of a dataset was not read, as lines."""
-    for reason in dict.fromkeys(dataset["left_out"].values()):
-        names = [name for name, own in dataset["left_out"].items() if own == reason]
-        yield f"source {source.name}: {len(names):,} files of {source.dataset} are left out: {reason} ({first(names)})"
-    if documents == source.limit:
-        yield f"source {source.name}: what follows the first {documents:,} records is left out by its `limit`"
 
 
 def remarks(source: Source, files: Sequence[FileRead]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,41 +24,47 @@ OTHER_SPLIT, OTHER_CONFIGURATION, NO_TEXT, NOT_TAKEN = (
 """Why a file of a dataset is left out."""
 
 
-def dataset_files(source: HubSource) -> tuple[list[str], dict[str, str]]:
-    """The data files that the library reads for the source's split, as paths in its folder or as URLs, and why it
-    leaves out others. Of a dataset on the Hub those others are the files of its other splits only.
+def _builder(source: HubSource) -> tuple[Any, dict[str, list[str]]]:
+    """The library's builder of a dataset, and the data files that it reads for each split.
 
     Raises:
-        UserError: the library does not find them.
+        UserError: the library does not find them, or makes each line of text files a document.
     """
     require(f"source {source.name}: `kind: hf`", "datasets")
     import datasets
-    folder = Path(source.dataset).absolute()
     try:
         builder = datasets.load_dataset_builder(source.dataset, source.config_name, revision=source.revision)
-        splits = _splits(builder, folder)
-        others = set[str]()
-        if source.config_name is not None and folder.is_dir():
-            for name in builder.builder_configs:
-                others.update(*_splits(datasets.load_dataset_builder(source.dataset, name), folder).values())
+        splits = _splits(builder, Path(source.dataset).absolute())
     except Exception as error:
         raise _failure(source, error) from error
+    if builder.__module__.endswith(".text"):
+        ending = Path(next(chain.from_iterable(splits.values()))).suffix
+        raise UserError(f"source {source.name}: of text files the library makes each line a document. Use `kind: "
+                        f"files` with paths: [{source.dataset}/**/*{ending}]: each file is a document, or `separator` "
+                        f"divides it.")
+    return builder, splits
+
+
+def _left_out(source: HubSource, folder: Path) -> dict[str, str]:
+    """The files of a local dataset that the library leaves out, and why."""
+    import datasets
+    builder, splits = _builder(source)
+    others = set[str]()
+    if source.config_name is not None:
+        for name in builder.builder_configs:
+            others.update(*_splits(datasets.load_dataset_builder(source.dataset, name), folder).values())
     names = {part.partition("[")[0].strip() for part in source.split.split("+")}
     wanted = set(splits) if names == {"all"} else names
     if splits and (absent := wanted - set(splits)):
         raise UserError(f"source {source.name}: {_call(source)} failed: no split {', '.join(sorted(absent))} is there. "
                         f"Set `split` to one of {', '.join(splits)}, or read the files with `kind: files`.")
-    read = [name for split, own in splits.items() if split in wanted for name in own]
-    if read and builder.__module__.endswith(".text"):
-        raise UserError(f"source {source.name}: of text files the library makes each line a document. Use `kind: "
-                        f"files` with paths: [{folder}/**/*{Path(read[-1]).suffix}]: each file is a document, or "
-                        f"`separator` divides it.")
-    left_out = {name: OTHER_SPLIT for own in splits.values() for name in own}
+    read = {name for split, own in splits.items() if split in wanted for name in own}
+    result = {name: OTHER_SPLIT for own in splits.values() for name in own}
     for path in files_below(folder):
         if path.name not in CARDS or path.parent != folder:
-            left_out.setdefault(str(path), OTHER_CONFIGURATION if str(path) in others else
-                                NO_TEXT if NO_DATA.match(path.name) else NOT_TAKEN)
-    return read, {name: reason for name, reason in sorted(left_out.items()) if name not in read}
+            result.setdefault(str(path), OTHER_CONFIGURATION if str(path) in others else
+                              NO_TEXT if NO_DATA.match(path.name) else NOT_TAKEN)
+    return {name: reason for name, reason in sorted(result.items()) if name not in read}
 
 
 def folder_files(source: HubSource, folder: Path) -> list[Path]:
@@ -77,7 +83,7 @@ def folder_files(source: HubSource, folder: Path) -> list[Path]:
     if any((folder / name).is_file() for name in SAVED):
         raise UserError(f"source {source.name}: {folder} was written by save_to_disk, which load_dataset does not "
                         f"read. Use kind: files with paths: [{folder}/**/data-*.arrow].")
-    left_out = dataset_files(source)[1]
+    left_out = _left_out(source, folder)
     refused = {NOT_TAKEN} if "split" in source.model_fields_set else {NOT_TAKEN, OTHER_SPLIT}
     if unread := [name for name, reason in left_out.items() if reason in refused]:
         named = first([Path(name).relative_to(folder).as_posix() for name in unread])
@@ -87,19 +93,6 @@ def folder_files(source: HubSource, folder: Path) -> list[Path]:
                         f"of {folder} ({named}): it takes splits from names, one format, and no folders that are "
                         f"links. Read all with `kind: files`{choice}, or move these files elsewhere.")
     return [path for path in paths if str(path) not in left_out]
-
-
-def files_record(source: HubSource) -> dict[str, Any]:
-    """How many files of a dataset are read and their bytes, and why others are left out (see `dataset_files`)."""
-    from fsspec.core import url_to_fs
-    read, left_out = dataset_files(source)
-    try:
-        sizes = [system.size(path) for system, path in map(url_to_fs, read)]
-    except Exception as error:
-        raise _failure(source, error) from error
-    folder = f"{Path(source.dataset).absolute()}/"
-    return {"files": len(sizes), "bytes": sum(sizes),
-            "left_out": {name.removeprefix(folder): reason for name, reason in left_out.items()}}
 
 
 def _splits(builder: Any, folder: Path) -> dict[str, list[str]]:
@@ -132,6 +125,7 @@ def hub_rows(source: HubSource) -> Iterator[tuple[int, Any]]:
     """
     import datasets
     datasets.disable_progress_bars()
+    _builder(source)
     number = 0
     try:
         rows = datasets.load_dataset(source.dataset, source.config_name, split=source.split,

@@ -18,7 +18,6 @@ import io
 import json
 import re
 import tokenize
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
@@ -41,7 +40,6 @@ from drover.pipeline.data.documents import (
     Place,
     PlainText,
     Records,
-    Rejection,
     damage,
     value_in,
     wanted_columns,
@@ -209,7 +207,6 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     field = source.text_field
     is_nested = "." in source.text_field
     is_complete = file.piece.is_complete
-    has_keys_once = _key_test(source)
     line: bytes | int = b""
 
     def current() -> int:
@@ -228,7 +225,7 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             record = None
         if type(record) is dict and field:
             text = value_in(record, field) if is_nested else record.get(field)
-            if type(text) is str and has_keys_once(line):
+            if type(text) is str:
                 yield place, record
                 continue
         elif record is not None and not field:
@@ -236,16 +233,8 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             continue
         end = file.piece.bytes if file.is_plain else file.content
         alone = offset <= len(codecs.BOM_UTF8) and offset + len(line) + len(b'{"a":""}') >= end
-        yield from _odd_line(file, place, line.decode("utf-8", "surrogateescape"), source, alone)
+        yield from _odd_line(file, place, line.decode("utf-8", "surrogateescape"), field, alone)
         file.current = current
-
-
-def _key_test(source: FilesSource) -> Callable[[bytes], bool]:
-    """A test of a record's JSON: whether no key of the fields that the source names, written without escapes, occurs
-    twice in it. A parser returns the last of such keys."""
-    names = wanted_columns(source)
-    keys = [json.dumps(part, ensure_ascii=False).encode() for part in {*names, *".".join(names).split(".")}]
-    return lambda line: all(line.count(key) < 2 for key in keys)
 
 
 def _ends_in_cr(head: bytes) -> bool:
@@ -266,7 +255,7 @@ def _is_other_json(head: bytes) -> bool:
     return "\n" in text[:end] or ("\n" not in text and text[end:].lstrip(" \t,").startswith(("{", "[")))
 
 
-def _odd_line(file: Input, place: Place, line: str, source: FilesSource, alone: bool) -> Records:
+def _odd_line(file: Input, place: Place, line: str, field: str, alone: bool) -> Records:
     """The records of a line that is not simply one of them. alone: the rest of the file has no room for another."""
     if not line.strip():
         return
@@ -275,8 +264,8 @@ def _odd_line(file: Input, place: Place, line: str, source: FilesSource, alone: 
     except (ValueError, RecursionError) as error:
         yield file.reject(place, f"the line is not JSON: {_json_problem(error)}", lost_bytes=file.current())
         return
-    for record in _records_of(file, values, source.text_field, alone and len(values) == 1):
-        yield _unless_twice(file, place, record, source)
+    for record in _records_of(file, values, field, alone and len(values) == 1):
+        yield place, record
 
 
 def _values_of(line: str) -> Iterator[Any]:
@@ -326,32 +315,7 @@ def _are_records(values: list[Any], field: str) -> bool:
     return bool(field) and any(isinstance(own, dict) and value_in(own, field) is not None for own in values)
 
 
-class Repeating(dict[str, Any]):
-    """A JSON object in which these keys stand more than once."""
-
-    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
-        super().__init__(pairs)
-        counts = Counter(key for key, _ in pairs)
-        self.repeated = {key for key, count in counts.items() if count > 1}
-
-
-def _as_object(pairs: list[tuple[str, Any]]) -> Record:
-    made = dict(pairs)
-    return made if len(made) == len(pairs) else Repeating(pairs)
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_as_object)
-
-
-def _unless_twice(file: Input, place: Place, record: Any, source: FilesSource) -> tuple[Place, Any] | Rejection:
-    """The record, unless a field that the source names occurs in it more than once."""
-    for field in wanted_columns(source):
-        value = record
-        for name in [field] if isinstance(record, dict) and field in record else field.split("."):
-            if isinstance(value, Repeating) and name in value.repeated:
-                return file.reject(place, f"the field '{field}' occurs more than once", lost_bytes=file.current())
-            value = value.get(name) if isinstance(value, dict) else None
-    return place, record
+_DECODER = json.JSONDecoder()
 
 
 def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
@@ -385,7 +349,7 @@ def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                 alone = number == 0 and within == "values" and not text.next(_SPACE)
                 for record in _records_of(file, [value], source.text_field, alone):
                     number += 1
-                    yield _unless_twice(file, number, record, source)
+                    yield number, record
                 file.current = text.current
         if wrong or within == "array":
             yield file.reject(number + 1, wrong or "the file ends inside an array", lost=True,

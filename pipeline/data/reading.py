@@ -41,7 +41,7 @@ from drover.pipeline.data.documents import (
 )
 from drover.pipeline.data.extraction import Extraction, Item, Waiting
 from drover.pipeline.data.filters.base import DROPPED, Chain, Dropped
-from drover.pipeline.data.hub import files_record, hub_rows
+from drover.pipeline.data.hub import hub_rows
 from drover.pipeline.data.planning.near_duplicates import Signer
 from drover.pipeline.data.planning.runs import INDEX, index_row, score_of, staged, write_array
 from drover.pipeline.data.readers import file_records, lists_of_records, python_records
@@ -59,9 +59,8 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     Returns the counts `read`, `documents` (staged), `empty`, `rejected`, `lost` (files that break off) and `html`, of
     documents that begin as a page (PAGE) after the filters; those of `filters` (see `Chain`), its `card` (see
     `DataCard`), `inputs` (of each file or part: path, name, bytes, mtime_ns and sha256, see `Input.record`; but for
-    `kind: hf` what became of it, see `FileRead`), of `kind: hf` its `dataset` (see `hub.files_record`), the files as
-    `outputs`, the staged documents first, and `fields`: in how many of the documents that could be read each meta field
-    is that the source names.
+    `kind: hf` what became of it, see `FileRead`), the files as `outputs`, the staged documents first, and `fields`: in
+    how many of the documents that could be read each meta field is that the source names.
 
     Raises:
         UserError: a file is not what it was when the stage began, or cannot be read; a filter failed.
@@ -125,7 +124,6 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
                                      text_bytes=sum(own["bytes"] for own in gone)))
     return {"documents": len(rows) // INDEX.itemsize, **counts, "filters": chain.counts, "inputs": inputs,
             "fields": {name: fields[name] for name in source.get("meta_fields") or ()},
-            "dataset": files_record(HubSource(**source)) if source["kind"] == "hf" else {},
             "card": card.record(), "findings": chain.findings(), "outputs": outputs}
 
 

@@ -26,7 +26,7 @@ from drover.pipeline.data.filters.base import Dropped
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.reporting.facts import collect
 from drover.pipeline.reporting.render import compose, markdown
-from tests.data.source_files import batch, files_source, lines, payload_of, write_batches, write_jsonl
+from tests.data.source_files import batch, files_source, lines, payload_of, write_batches
 from tests.reporting.made_up import write_run
 from tests.stages.conftest import run  # noqa: F401 - a fixture
 from tests.stages.test_shard import files_source as source_of
@@ -127,33 +127,6 @@ def report(tmp_path, counts):
     manifest.counts = counts
     manifest.write(made_up.own_folder("shard"))
     return markdown(compose(collect(made_up)))
-
-
-@pytest.mark.parametrize(("files", "fields", "left_out", "remark"), [
-    (["d/train.jsonl", "d/test.jsonl", "LICENSE"], {"split": "train"}, {
-        "LICENSE": "no text, by its name", "d/test.jsonl": "of another split"}, "1 files of"),
-    (["a/b.jsonl", "a/c.jsonl", "b.jsonl", "README.md"], {"config_name": "x", "limit": 12}, {
-        "b.jsonl": "of another configuration"}, "what follows the first 12 records is left out by its `limit`")])
-def test_files_of_a_local_dataset_are_counted_together(tmp_path, run, files, fields, left_out, remark):  # noqa: F811
-    for name in files:
-        write_jsonl(tmp_path / "in" / name, [*({"text": f"{name} {row}"} for row in range(30)), {"text": None}])
-    if "README.md" in files:
-        (tmp_path / "in/README.md").write_text("---\nconfigs:\n- {config_name: x, data_files: a/*}\n"
-                                               "- {config_name: y, data_files: b.jsonl}\n---\n")
-    source = {"kind": "hf", "name": "h", "dataset": str(tmp_path / "in"), **fields}
-    config = write_config(tmp_path, [source], validation_share=0.2, max_rejected_share=0.5)
-    printed = run("shard", config).out
-    read = [name for name in files if name not in left_out and name != "README.md"]
-    size = sum((tmp_path / "in" / name).stat().st_size for name in read)
-    counts = manifest_of(config, "shard", "a").counts
-    assert counts["files"] == {"in": len(read), "whole": 0, "partly": 0, "unread": 0, "empty": 0, "together": len(read)}
-    assert counts["bytes"] == {"in": size, "rejected": size * counts["rejected"] // counts["documents_in"]}
-    assert (counts["documents_in"], counts["rejected"]) == ((12, 0) if "limit" in fields else (31, 1))
-    assert counts["left_out_files"] == [{"source": "h", "file": file, "reason": left_out[file]} for file in left_out]
-    text = report(tmp_path, counts)
-    assert f"| h | {len(read)} | 0 | 0 | 0 | 0 | {len(read)} | " in text
-    assert all(f"| h | {file} | {reason} |" in text for file, reason in left_out.items())
-    assert remark in text and all(own in printed for own in counts["remarks"]["h"]) and "hold no record" not in text
 
 
 def test_a_separator_that_does_not_occur_is_named(tmp_path):

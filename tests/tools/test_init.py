@@ -85,7 +85,7 @@ def zoo(folder):
         "broken.md": "größer, früher".encode() + b"\xff",
         "cut.parquet": b"PAR1",
         "some.jsonl": b'{"text": "a"}\n{}\n', "bad.jsonl": b'{"text": "a"\n',
-        "key.jsonl": b'{"text": "a", "text": "b"}', "none.csv": b"text\n",
+        "none.csv": b"text\n",
         "lists.json": b'{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "empty.md": b" \n",
         "mark.md": b"\xef\xbb\xbf", "spaces.md": b"\xc2\xa0\n"}
     for name, data in others.items():

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from drover.pipeline.core.files import Record
-from drover.pipeline.data.counts import BECAME, MOST_NAMED, TOGETHER
+from drover.pipeline.data.counts import BECAME, MOST_NAMED
 from drover.pipeline.data.filters.decontamination import OUTPUT
 from drover.pipeline.reporting.document import ALL, Block, Table, Text, filled, flat
 from drover.pipeline.reporting.facts import Facts
@@ -46,21 +46,18 @@ def _documents(counts: Record, entries: Record, rule: str) -> Table:
 
 def _files(counts: Record, entries: Record) -> Iterator[Block]:
     """What became of the input files, and those of which something was not read."""
-    became = [name for name in (*BECAME, TOGETHER) if name in counts.get("files", {})]
+    became = [name for name in BECAME if name in counts.get("files", {})]
     yield Table("Input files", {"source": "{source}", "files": "{files[in]:,}",
                                 **{name: f"{{files[{name}]:,}}" for name in became},
                                 "bytes": "{bytes[in]:,}", "bytes rejected": "{bytes[rejected]:,}"},
                 flat(entries, "source"),
-                f"Files = {' + '.join(became)}. Partly: some records were rejected. Unread: all. Empty: has no record."
-                + " Together: by the library of `kind: hf`, which does not say what it took from which file." *
-                (TOGETHER in became))
+                f"Files = {' + '.join(became)}. Partly: some records were rejected. Unread: all. Empty: has no record. "
+                "Files of `kind: hf` are not counted: a library reads them.")
     yield Table("Files that were not read whole", {
         "file": "{source}/{file}", "bytes": "{bytes:,}", "bytes rejected": "{lost_bytes:,}",
         "documents": "{documents:,}", "documents rejected": "{rejected:,}", "first reason": "{reason}"},
         counts.get("incomplete_files", []), f"Those with the most rejected bytes, at most {MOST_NAMED:,}. All rejected "
         "records are in shard/rejected.jsonl.")
-    yield Table("Files that were left out", {"source": "{source}", "file": "{file}", "reason": "{reason}"},
-                counts.get("left_out_files", []))
     for remark in chain.from_iterable(counts.get("remarks", {}).values()):
         yield f"{remark[:1].upper()}{remark[1:]}."
 

@@ -103,20 +103,6 @@ def test_lists_that_are_no_records_stay_what_they_are(tmp_path):
             assert sum(own.lost_bytes for own in rejections) in range(len(content) - len(rejections), len(content) + 2)
 
 
-@pytest.mark.parametrize("record", [
-    '{"id": 1, "text": "x", "id": 2}', '{"text": "y", "id": 1, "type": "text", "text" : "x"}',
-    '{"text": "x", "id": 1, "m": {"lang": "en"}, "m": {"lang": "de"}}',
-    '{"text": "x", "id": 1, "m": {"lang": "en", "lang": "de"}}'])
-@pytest.mark.parametrize("name", ["f.jsonl", "f.json"])
-def test_a_record_with_two_texts_ids_or_meta_fields_is_rejected(tmp_path, name, record):
-    good = '{"text": "the \\"id\\": 5, \\u0061", "id": 7, "m": {"lang": "en", "id": 8}, "n": {"id": 9}}\n'
-    (tmp_path / name).write_text(f"{good}{record}\n{good}")
-    documents, [rejection] = read(files_source(tmp_path / name, id_field="id", meta_fields=["m.lang"]))
-    assert [(own.id, own.meta) for own in documents] == [("7", {"m.lang": "en"})] * 2
-    assert "occurs more than once" in rejection.reason and rejection.lost_bytes >= len(record)
-    assert len(read(files_source(tmp_path / name))[0]) == 3 - ("y" in record)
-
-
 @pytest.mark.parametrize("name", ["f.jsonl", "f.json", "f.parquet", "f.arrow"])
 def test_a_text_in_an_object_is_read(tmp_path, name):
     records = [{"content": {"text": "a", "lang": "en"}, "m": {"n": {"id": "1"}}},
