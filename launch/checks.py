@@ -80,7 +80,7 @@ def _too_many_nodes(jobs: Sequence[Job]) -> Iterator[str]:
 
 def refuse_unusable_inputs(run: Run, jobs: list[Job], options: Options) -> None:
     """Refuse what a stage would refuse later: missing files and changed stages."""
-    requested = {job.stage for job in jobs}
+    requested = STAGES.keys() & {job.stage for job in jobs}
     running = _running(jobs)
     _refuse_absent_files(run.config, running)
     if "train" in running:
@@ -117,7 +117,7 @@ def _named(stages: set[str]) -> str:
 
 def say_absent(run: Run, jobs: list[Job]) -> None:
     """Print, once, which input files of finished stages no longer exist. That is not refused."""
-    requested = [job.stage for job in jobs]
+    requested = [job.stage for job in jobs if job.stage in STAGES]
     for text in run.absences([stage for stage in STAGES if stage in {*requested, *before(requested)}]):
         say("note", text)
 

@@ -99,8 +99,6 @@ def _logs(options: argparse.Namespace) -> int:
     stage = options.stage or next((start.stage for start in reversed(RunFacts(run).starts)), "")
     if not stage:
         raise UserError(f"No stage of {run} has started, so there is no log.")
-    if stage not in STAGES:
-        raise UserError(f"There is no stage {stage}. The stages are {', '.join(STAGES)}.")
     shown, file = Path(), None
     with ExitStack() as closing, suppress(KeyboardInterrupt):
         while True:

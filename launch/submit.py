@@ -109,8 +109,9 @@ def _launch(options: argparse.Namespace) -> int:
         if options.commands:
             _show(config, jobs, local=local)
         return 0
-    for stage in {job.stage: None for job in jobs if not job.to_run}:
-        clear_done(run, stage, locked=False)
+    for job in jobs:
+        if not job.to_run:
+            clear_done(run, job.stage, locked=False)
     if not local:
         return submit_chain(run, jobs, requested)
     if not nothing:

@@ -21,10 +21,15 @@ from typing import TYPE_CHECKING
 
 from drover.pipeline.config.checks import absent_packages
 from drover.pipeline.config.kinds import add_run_and_plugins
+from drover.pipeline.config.loading import config_hash, load_config
 from drover.pipeline.contract.locks import lock
+from drover.pipeline.contract.manifest import MANIFEST, Manifest, read_manifest
 from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.contract.stage_work import Work
-from drover.pipeline.core.console import Parser, Program, counted
+from drover.pipeline.contract.stages import WATCH
+from drover.pipeline.contract.state import StageJob, now, read_attempts, set_this_job, this_job, this_start, write_state
+from drover.pipeline.contract.workers import Stopped, StopRequest
+from drover.pipeline.core.console import INTERRUPTED, Parser, Program, counted, say
 from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.core.files import write_sealed
 from drover.pipeline.evaluate import Cached, load, measure_tasks, measure_text
@@ -48,21 +53,26 @@ if TYPE_CHECKING:
 
 LOOK_S = 10.0
 """Seconds between two looks for a new checkpoint."""
+BEGIN_S = 600.0
+"""The job of a submission starts when that of training has started, or was cancelled: then training never begins."""
 
 
 def add_options(parser: Parser) -> None:
     """The options."""
     add_run_and_plugins(parser)
     parser.add_argument("--watch", action="store_true", help="wait for further checkpoints until training is done")
+    parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--job", type=StageJob.parse, default=StageJob(), help=argparse.SUPPRESS)
 
 
-def work(options: argparse.Namespace) -> None:
-    """Score what is due."""
+def work(options: argparse.Namespace) -> int:
+    """Score what is due. As a job of a submission, also leave the records by which its runner judges a stage."""
     go_offline()  # before anything imports the libraries that look for it
-    if not (options.run / "config.yaml").is_file():
+    set_this_job(options.job)
+    if not (options.config or options.run / "config.yaml").is_file():
         raise UserError(f"The run {options.run} has not begun. Give this command again after its first stage has "
                         f"started.")
-    run = run_in(options.run)
+    run = run_in(options.run) if options.config is None else Run(load_config(options.config))
     if run.config.evaluate.every is None:
         raise UserError(f"evaluate.every is not set in {run.folder}, so no checkpoint is due. Set it, a multiple of "
                         f"train.checkpoint.every_steps, and give the command again that trains. `drover compare` "
@@ -72,12 +82,28 @@ def work(options: argparse.Namespace) -> None:
     from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
 
     ranks = start_ranks(device=run.config.launch.device)
+    folder, recorded = run.folder / WATCH, ranks.is_rank_zero and bool(options.job.chain)
     try:
-        with ExitStack() as held:
-            score(run, ranks, ranks.by_leader(lambda: _known(run, held)), run.config.evaluate.every, wait=options.watch)
+        with ExitStack() as held, StopRequest(0.0):
+            known = ranks.by_leader(lambda: _known(run, held))
+            if recorded:
+                folder.mkdir(exist_ok=True)
+                (folder / MANIFEST).unlink(missing_ok=True)
+                write_state(folder, "running")
+            began = now()
+            scored = score(run, ranks, known, run.config.evaluate.every, wait=options.watch)
+            if recorded:
+                Manifest(WATCH, {}, [], {"checkpoints": scored}, config_hash(run.config), started=began, finished=now(),
+                         execution={"world_size": ranks.world, **this_start()}).write(folder)
             ranks.barrier()
+    except Stopped as stopped:
+        if recorded:
+            write_state(folder, "preempted", reason=stopped.reason, **stopped.facts)
+        say("evaluate", f"stopped ({stopped.reason}); the same command continues")
+        return INTERRUPTED
     finally:
         stop_ranks()
+    return 0
 
 
 def _known(run: Run, held: ExitStack) -> Fingerprint:
@@ -90,25 +116,31 @@ def _known(run: Run, held: ExitStack) -> Fingerprint:
             "files": {record["name"]: record["sha256"] for record in run.files("evaluate")}}
 
 
-def score(run: Run, ranks: Ranks, known: Fingerprint, every: int, *, wait: bool) -> None:
-    """Score the checkpoints that are due. wait: also those to come, until training is done. Called on all ranks."""
+def score(run: Run, ranks: Ranks, known: Fingerprint, every: int, *, wait: bool) -> int:
+    """Score the checkpoints that are due; how many there were. wait: also those to come, until training is done. Called
+    on all ranks."""
     train = run.own_folder("train")
     scored = list[int]()
-    waits = False
+    waits, began = False, time.monotonic()
     evaluator = Work(run, "evaluate", known)
 
-    def look() -> tuple[bool, list[Path]]:
-        is_trained = run.manifest("train") is not None  # first: after it there is no other checkpoint
-        return is_trained, [path for path in complete_checkpoints(train)
-                            if step_of(path) % every == 0 and not is_scored(train, step_of(path))]
+    def look() -> tuple[bool, bool, list[Path]]:
+        made = read_manifest(train)  # first: after it there is no other checkpoint
+        # One with fewer steps is of the training that a submission continues.
+        is_trained = made is not None and made.counts["steps"] >= run.config.train.steps
+        return is_trained, _has_ended(run, began), [
+            path for path in complete_checkpoints(train)
+            if step_of(path) % every == 0 and not is_scored(train, step_of(path))]
 
     while True:
-        is_trained, paths = ranks.by_leader(look)
+        is_trained, has_ended, paths = ranks.by_leader(look)
         for path in paths:
             measure(run, ranks, known, path)
             scored.append(step_of(path))
         if not paths and (is_trained or not wait):
             break
+        if not paths and has_ended:
+            raise Stopped("training ended before it was done", again=False)
         if not paths:
             if ranks.is_rank_zero and not waits:
                 evaluator.say(f"waits for the next checkpoint at a multiple of {every:,} steps")
@@ -119,6 +151,17 @@ def score(run: Run, ranks: Ranks, known: Fingerprint, every: int, *, wait: bool)
         evaluator.say(f"{counted(len(scored), 'checkpoint')} scored{waiting}")
         if is_trained and scored:
             _log(evaluator, train, scored)
+    return len(scored)
+
+
+def _has_ended(run: Run, began: float) -> bool:
+    """Whether the training of the submission that this job belongs to has stopped for good, or does not begin. began:
+    when this was first asked (of time.monotonic)."""
+    chain = this_job().chain
+    attempts = [attempt for attempt in read_attempts(run.folder)
+                if attempt["stage"] == "train" and attempt.get("chain") == chain]
+    late = time.monotonic() - began > BEGIN_S
+    return bool(chain) and (attempts[-1].get("next") == "stop" if attempts else late)
 
 
 def _log(work: Work, train: Path, steps: list[int]) -> None:

@@ -16,7 +16,7 @@ from drover.launch.slurm.scheduler import literal
 from drover.pipeline.config.kinds import plugin_folders
 from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.contract.stages import STAGES, WATCH
 
 FOLDER = Path("launch") / "submitit"
 """Submitit's folder in the run: scripts, pickles, results, and the logs of the jobs themselves."""
@@ -75,7 +75,8 @@ def parameters(config: Config, job: Job, ids: Mapping[str, str]) -> dict[str, An
     """
     launch, resources, extra = config.launch, job.resources, options_of(job)
     folder = config.folder.absolute() / FOLDER
-    waits = [f"afterok:{':'.join(ids[need] for need in job.dependencies)}"] if job.dependencies else []
+    waits = [f"{'after' if job.stage == WATCH else 'afterok'}:{':'.join(ids[need] for need in job.dependencies)}"
+             ] if job.dependencies else []  # they have begun, or have ended well
     waits += ["singleton"] if job.stage == "train" else []  # two jobs of one run never train at once
     waits += [str(extra.pop("dependency"))] if "dependency" in extra else []
     # Singleton goes by the name of the job alone: a run of this name in another folder must not be waited for.

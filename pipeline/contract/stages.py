@@ -25,6 +25,10 @@ IMPORTED_FROM = Path(drover.__file__).resolve().parents[1]
 SNAPSHOT = "snapshot.json"
 """A file in IMPORTED_FROM, if that is the copy of the code that a submission made. It names the commit."""
 
+WATCH = "watch"
+"""The job of a submission that scores checkpoints while train runs (`drover.pipeline.watch`). It is no stage, but has a
+folder with the records of one."""
+
 
 FUNCTIONS = ("files", "task_files", "problems", "external_code", "renews", "due", "saved")
 """The functions that a stage may define (see `Stage.functions`)."""

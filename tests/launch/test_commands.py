@@ -192,7 +192,7 @@ def test_a_log_commands_no_terminal(run, capsys):
 
 
 @pytest.mark.parametrize("arguments, message", table("""
-    trian -> There is no stage trian. The stages are shard, tokenizer
+    trian -> trian of
     train --rank 7 -> ; its newest start has ranks 0-3. `drover why
     encode -> has not started, so there is no log.""", str.split))
 def test_logs_that_are_not_there(run, capsys, arguments, message):

@@ -12,16 +12,23 @@ from pathlib import Path
 import pytest
 
 from drover.launch.status import main as status
+from drover.launch.submit import run as launch
 from drover.pipeline.config.loading import load_config, save_config
 from drover.pipeline.contract.locks import lock
+from drover.pipeline.contract.manifest import MANIFEST, read_manifest
+from drover.pipeline.contract.stages import WATCH as WATCH_JOB
+from drover.pipeline.contract.state import StageJob, log_attempt, read_attempts, read_state
+from drover.pipeline.core.console import INTERRUPTED
 from drover.pipeline.core.files import read_json, read_lines
 from drover.pipeline.evaluation.checkpoint_scores import read_scores
 from drover.pipeline.records.checkpoints import SCORES
 from drover.pipeline.records.goodput import VALIDATION, goodput
 from drover.pipeline.records.metrics import RunFacts, read_metrics
-from tests.conftest import environment, run_stage, warm_server
+from tests.conftest import REPOSITORY, environment, run_stage, warm_server
 from tests.pages import commands
 from tests.refusal import printed
+from tests.slurm.conftest import cluster, training, undisturbed  # noqa: F401 - fixtures
+from tests.slurm.faults import job_processes
 from tests.stages.small_run import item, write_task
 from tests.stages.training import (
     CURVE,
@@ -77,12 +84,12 @@ def finished(process):
     return output
 
 
-def assert_scored_once(config, drawn=True):
+def assert_scored_once(config, drawn=True, parts=("task one", "task two", "validation text")):
     """All checkpoints are, and no part of one was measured twice; the curve has them if all are `drawn`. The scores."""
     scores = read_scores(train_folder(config))
     ledger = (train_folder(config) / "scores/measured").glob("*.jsonl")
     assert sorted(line["task"] for path in ledger for line in read_lines(path, appended=True)) == sorted(
-        3 * ["task one", "task two", "validation text"])
+        3 * parts)
     assert not drawn or points(board_of(config.parent / "runs/mini"), "validation/bits_per_byte") == [
         (entry.step, pytest.approx(entry.validation["overall"]["bits_per_byte"])) for entry in scores]
     assert [entry.step for entry in scores] == STEPS
@@ -159,3 +166,50 @@ def test_training_pauses_for_its_scores_if_no_evaluator_runs(run):
     assert [path.name for path in (train_folder(run) / "checkpoints").iterdir()] == ["step-00000012"]
     last = next(event for event in lines(run, log="events") if event["event"] == "finish")
     assert goodput(RunFacts(run.parent / "runs/mini")).lost[VALIDATION] >= last["look_s"] > 0
+
+
+def test_as_a_job_it_leaves_the_records_of_a_stage(run):
+    """It scores what is there and ends where training has ended for good, and is done where training is."""
+    folder, job = run.parent / "runs/mini", StageJob("chain", 1, 1)
+    options = [*WATCH, "--config", str(run), "--job", str(job)]
+    (train_folder(run) / MANIFEST).rename(run.parent / MANIFEST)
+    log_attempt(folder, "ended", job="7", stage="train", chain="chain", start=1, next="stop")
+    process = evaluator(run, options)
+    assert "stopped (training ended before it was done)" in "".join(process.communicate(HANG_S))
+    state = read_state(folder / WATCH_JOB)
+    assert (process.returncode, state.status, state.again, state.attempt) == (INTERRUPTED, "preempted", False, 1)
+    (run.parent / MANIFEST).rename(train_folder(run) / MANIFEST)
+    finished(evaluator(run, options))
+    assert [entry.step for entry in read_scores(train_folder(run))] == STEPS
+    assert read_manifest(folder / WATCH_JOB).counts == {"checkpoints": 0}
+
+
+def test_the_plan_for_slurm_has_a_job_that_scores_checkpoints(tmp_path, capsys):
+    """It has what the stage evaluate requests, and begins with training."""
+    shown = printed(capsys, launch, REPOSITORY / "configs/demo.yaml", "--cluster", "slurm", "--dry-run",
+                    f"runs_dir={tmp_path}", "evaluate.every=60", "launch.evaluate.cpus=3")
+    jobs = dict(re.findall(r"# ---- (\w+):.*\n(?:#.*\n)?((?:.+\n)*)", shown))
+    assert "dependency: after:ID_OF_train" in jobs["watch"] and "cpus_per_task: 3" in jobs["watch"]
+    assert [name for name in jobs if "ID_OF_train" in jobs[name]] == ["watch", "convert"]
+    assert "drover.pipeline.watch" in shown and "watch" not in printed(
+        capsys, launch, REPOSITORY / "configs/demo.yaml", "--cluster", "slurm", "--dry-run", f"runs_dir={tmp_path}")
+
+
+@pytest.mark.slow
+def test_the_chain_scores_checkpoints_in_a_job_of_its_own(training, tmp_path):  # noqa: F811
+    """On Slurm, beside a training that does not pause. Both are killed."""
+    write_task(tmp_path, "one", *(item(number, number % 3) for number in range(4)))
+    run = training(train={"steps": 12, "checkpoint": {"every_steps": 2, "keep": 1}}, evaluate={
+        "every": 4, "tasks": ["one"], "task_folders": [str(tmp_path)]})
+    run.submit(nodes=1)
+    run.next_wait()
+    os.kill(run.next(lambda: [pid for pid in job_processes(run.cluster) if (
+        b"drover.pipeline.watch" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[2:3])],
+        "an evaluator")[0], signal.SIGKILL)
+    os.kill(run.rank(0), signal.SIGKILL)
+    run.go_on(to_the_end=True)
+    run.wait_until_gone()
+    assert [run.cluster.state(run.job(stage)) for stage in ("train", "watch")] == ["COMPLETED"] * 2, run.story()
+    assert_scored_once(run.config, parts=("task one", "validation text"), drawn=False)
+    assert "crashed" in [event.get("status") for event in read_attempts(run.run) if event["stage"] == "watch"]
+    assert "paused" not in run.output()
