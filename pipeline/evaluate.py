@@ -259,7 +259,11 @@ def search_items(work: Work, ranks: Ranks, cached: Cached, tasks: Mapping[str, T
     shares = iter(cached.get("contamination", made_by, (), lambda: shares_in_training_text(
         texts, shard_texts(work.run, "train"), ranks), texts=texts))
     for task in tasks.values():
-        task["contamination"] = clean_and_dirty(task["per_item"], [next(shares) for _ in task["per_item"]["texts"]])
+        found = [next(shares) for _ in task["per_item"]["texts"]]
+        count = len(task["per_item"]["hashes"])
+        task["contamination"] = clean_and_dirty(task["per_item"], [
+            max((share for share in found[number::count] if share is not None), default=None)
+            for number in range(count)])
 
 
 def continue_prompts(work: Work, ranks: Ranks, opened: OpenedModel) -> list[dict[str, Any]]:

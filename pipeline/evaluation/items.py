@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from drover.pipeline.evaluation.scores import Item, Score, scored
+from drover.pipeline.evaluation.tasks import template_fields
 
 BITS = "bits_per_byte"
 """The harness's metric of whole texts, a sum over a sum of bytes."""
@@ -21,8 +22,9 @@ ADDENDS: dict[str, Callable[[Any], Item]] = {
 
 
 class PerItem(TypedDict):
-    """In the order of the items: `hashes`, the beginning of each item's sha256; `texts`, see `item_text`; `metrics`, by
-    name, each item's (value, weight) or null. Metrics that are not means or bits per byte are omitted."""
+    """In the order of the items: `hashes`, the beginning of each item's sha256; `texts`, see `item_text`, and again of
+    their fields alone where the question has a template; `metrics`, by name, each item's (value, weight) or null.
+    Metrics that are not means or bits per byte are omitted."""
 
     hashes: list[str]
     texts: list[str]
@@ -32,12 +34,13 @@ class PerItem(TypedDict):
 class ItemResults(TypedDict):
     """chance: the expected accuracy of guessing; None without choices. answer_bits_per_byte: of the right answers;
     answer_bits_stderr: its standard error. items_without_right_choice: their numbers, from 1; the harness counts them
-    as wrong."""
+    as wrong. items_with_equal_choices: the same of those with two equal ones, of which the harness takes the first."""
 
     chance: float | None
     answer_bits_per_byte: float | None
     answer_bits_stderr: NotRequired[float | None]
     items_without_right_choice: list[int]
+    items_with_equal_choices: NotRequired[list[int]]
     per_item: PerItem
 
 
@@ -72,6 +75,8 @@ def item_results(task: Any, samples: Sequence[Mapping[str, Any]]) -> ItemResults
         for metric in sample["metrics"]:
             if addend := ADDENDS.get(kinds.get(metric, "")):
                 addends[shown_name(metric, sample["filter"])][sample["doc_id"]] = addend(sample[metric])
+    template = task.get_config("doc_to_text")
+    named = template_fields(template) if isinstance(template, str) else []
     metrics = {metric: [values.get(number) for number in sorted(firsts)] for metric, values in addends.items()}
     answers = [_answer(task, document) for document in documents] if task.OUTPUT_TYPE in ANSWERED else []
     chances = [chance for chance, _ in answers if chance is not None]
@@ -84,8 +89,12 @@ def item_results(task: Any, samples: Sequence[Mapping[str, Any]]) -> ItemResults
             "answer_bits_per_byte": answered["value"], "answer_bits_stderr": answered["stderr"],
             "items_without_right_choice": [
                 documents[place]["doc_id"] + 1 for place, answer in enumerate(right) if answer is None],
+            "items_with_equal_choices": [
+                sample["doc_id"] + 1 for sample in documents if task.OUTPUT_TYPE == "multiple_choice"
+                and len({*(choices := task.doc_to_choice(sample["doc"]))}) < len(choices)],
             "per_item": {"hashes": [document["doc_hash"][:16] for document in documents],
-                         "texts": [item_text(task, document["doc"]) for document in documents], "metrics": metrics}}
+                         "texts": [item_text(task, document["doc"], fields) for fields in ([], *[named] * bool(named))
+                                   for document in documents], "metrics": metrics}}
 
 
 def _answer(task: Any, sample: Mapping[str, Any]) -> tuple[float | None, Item]:
@@ -105,9 +114,11 @@ def _answer(task: Any, sample: Mapping[str, Any]) -> tuple[float | None, Item]:
     return chance, (nats / math.log(2), float(len((context[len(context.rstrip()):] + continuation).encode())))
 
 
-def item_text(task: Any, document: Any) -> str:
-    """An item's question and right answer, or the text to be predicted, without wrong choices and few-shot examples."""
-    question, target = task.doc_to_text(document), task.doc_to_target(document)
+def item_text(task: Any, document: Any, fields: Sequence[str] = ()) -> str:
+    """An item's question and right answer, or the text to be predicted, without wrong choices and few-shot examples.
+    fields: of the question these fields alone, without the words of its template."""
+    question = " ".join(str(document.get(name, "")) for name in fields) or task.doc_to_text(document)
+    target = task.doc_to_target(document)
     if task.OUTPUT_TYPE == "multiple_choice":
         choices, right = right_choices(task, document)
         answer = choices[right[0]] if right else ""

@@ -39,8 +39,10 @@ DEFINITIONS = {
     "perplexity": "exp(sum of nats / targets), per token: not comparable between vocabularies",
     "entropy": "bits per byte of the text's own byte frequencies, the lower bound without context",
     **MEANING,
-    "stderr": "standard error of the mean over the task's items (lm-evaluation-harness)",
-    "chance": "mean over the items of (right choices / choices)",
+    "stderr": "from the spread of the items: in about 95 of 100 cases the score over all such items lies within two "
+              "standard errors; of bits per byte that of a sum of bits over a sum of bytes, of other metrics "
+              "lm-evaluation-harness's",
+    "chance": "what guessing blindly scores: mean over the items of (right choices / choices)",
     "acc": "share of items whose right choice has the highest log-probability",
     "acc_norm": "the same, with log-probability divided by the choice's length in characters",
     "contamination": "dirty items are those of which more than half of the n-grams of 13 words (of a shorter item, all "
@@ -188,6 +190,10 @@ def doubts(tasks: Mapping[str, TaskResult]) -> Iterator[str]:
             yield (f"{name}: in {counted(len(numbers), 'item')} of the data (counted from 1: {named}) the target is "
                    f"neither the number of a choice, from 0, nor the text of one; lm-evaluation-harness counts that as "
                    f"wrong")
+        if numbers := task.get("items_with_equal_choices", []):
+            yield (f"{name}: {counted(len(numbers), 'item')} of the data (counted from 1: "
+                   f"{first([*map(str, numbers)], NAMED)}) have two equal choices, of which the second can never win: "
+                   f"correct the data, or leave these items out")
         for metric, reason in task["without_value"].items():
             yield f"{name}: {metric} has no value: {reason.rstrip('.')}"
         if count := task["contexts_truncated"]:

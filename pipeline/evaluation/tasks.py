@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from drover.pipeline.config.loading import read_task
+from drover.pipeline.config.section import advice
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, meant
 from drover.pipeline.core.files import bounded_lines, opened, parsed_json, typed
@@ -195,10 +196,15 @@ class TaskFile:
         if not items:
             return
         try:
-            wanted = self._fields(set[str]().union(*items.values()))
+            read = self._fields()
         except TemplateError as error:
             yield f"{self.path}: {error}. Correct the template."
             return
+        known = set[str]().union(*items.values())
+        for name, key in read.items():
+            if name not in known:
+                yield f"{self.path}: {key} names {name}, which no item of {path} has; {advice(name, sorted(known))}"
+        wanted = known & read.keys()
         if lacking := [f"{path}:{number} lacks {', '.join(sorted(wanted - item.keys()))}"
                        for number, item in items.items() if wanted - item.keys()]:
             yield (f"{first(lacking)}. The harness would read None there. Give every line the fields that "
@@ -207,16 +213,25 @@ class TaskFile:
         if without := [f"{path}:{number} has no choices" for number, item in items.items() if item.get(choices) == []]:
             yield f"{first(without)}. Give every line the answers to choose from in {choices}."
 
-    def _fields(self, known: set[str]) -> set[str]:
-        """The fields that the task reads of an item, of those that some item has (`known`)."""
-        from jinja2 import Environment
-        from jinja2.nodes import Name
-
+    def _fields(self) -> dict[str, str]:
+        """The fields that the task reads of an item, each with the setting that names it."""
         if "process_docs" in self.settings:
-            return set()  # code of the task makes them
-        texts = [text for key in FIELDS if isinstance(text := self.settings.get(key), str)]
-        names = {node.name for text in texts for node in Environment().parse(text).find_all(Name)}
-        return known & {*texts, *names}
+            return {}  # code of the task makes them
+        choices = self.settings.get("doc_to_choice")
+        answers = choices if isinstance(choices, list) else []
+        return {name: key for key in FIELDS if isinstance(text := self.settings.get(key), str)
+                for name in (template_fields(text) or [text] * text.isidentifier()) if name not in answers}
+
+
+def template_fields(template: str) -> list[str]:
+    """The fields of an item that a Jinja template reads, in their order; TemplateError if it is none."""
+    from jinja2 import Environment
+    from jinja2.nodes import Name
+
+    environment = Environment()
+    names = [*environment.parse(template).find_all(Name)]
+    own = environment.globals.keys() | {node.name for node in names if node.ctx == "store"}
+    return [*dict.fromkeys(node.name for node in names if node.name not in own)]
 
 
 def find_tasks(folders: Iterable[Path], data: Path) -> dict[str, TaskFile]:

@@ -192,8 +192,9 @@ def test_every_row_can_be_read_alone(results, pack, name):
                if not metric.endswith("_perplexity"))
     assert (result["answer_bits_per_byte"] is None) == (name in ("pages", "sums"))
     assert len(result["per_item"]["hashes"]) == len(data)
-    if "capitals" in name:  # examples are no part of an item
-        assert result["per_item"]["texts"][0] == "Question: What is the capital of France?\nAnswer: Paris"
+    if "capitals" in name:  # examples are no part of an item; once more without the words of the template
+        assert result["per_item"]["texts"][0::3] == ["Question: What is the capital of France?\nAnswer: Paris",
+                                                     "France Paris"]
 
 
 def test_what_is_written_is_compared(results):

@@ -140,11 +140,14 @@ def results(tmp_path):
 
 
 def test_items_in_the_training_text_are_told_apart(tasks, results, copied, tmp_path):
-    """Turned on for a finished stage it costs one pass over the text; every other item stands there."""
+    """Turned on for a finished stage it costs one pass over the text; every other item stands there, without the words
+    of the task's template."""
     texts = [document.text for document in documents(copied[0], "train", "small") if document.source == "prose"]
     items = [{"query": " ".join(text.split()[:10]).upper() if number % 2 else f"Nobody wrote item {number} so far:",
               "choices": ["So it goes.", "no"], "gold": 0} for number, text in enumerate(texts[:6])]
     write_task(tmp_path, "one", *items)
+    (tmp_path / "one.yaml").write_text((tmp_path / "one.yaml").read_text().replace(
+        "{{query}}", "Question: {{query}} What do you think comes next here?"))
     tasks("one")
     before = results()
     output = tasks("one", more=["evaluate.contamination=true"]).out

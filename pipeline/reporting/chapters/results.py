@@ -71,7 +71,8 @@ def tasks(facts: Facts) -> Iterator[Block]:
          "guessing": task.get("chance") if metric.startswith("acc") else None}
         for name, task in result.items() for metric, entry in task["metrics"].items()],
         filled("Metrics are those of lm_eval {versions[lm_eval]}. Answer bits per byte: the model's bits per byte of "
-               "the right answers, smoother than accuracy.", facts.results))
+               "the right answers, smoother than accuracy. Std. error: {definitions[stderr]}. Chance: "
+               "{definitions[chance]}.", facts.results))
     yield Table("Groups and suites", {
         "name": "{name}", "metric": "{metric}", "value": "{value:.3f}", "std. error": "{stderr:.3f}",
         "chance": "{chance:.3f}", "centred": "{centred:.3f}", "tasks": "{of}"}, [
