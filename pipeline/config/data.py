@@ -149,8 +149,6 @@ class HubSource(Section):
     """Split to read. In a local folder, files of other splits stop the stage unless this is set."""
     revision: str | None = None
     """Commit or tag on the Hub. Pin it: an unpinned dataset can change between two runs without notice."""
-    streaming: bool = execution(True)
-    """true: read while downloading, without a local copy. false: download first."""
     text_field: str = "text"
     """Column that holds the document's text."""
     id_field: str | None = None
@@ -242,11 +240,8 @@ class ShardConfig(Section):
     end. Its documents are in order (files by name, then records), without duplicates. Of n characters the first
     int(n * (1 - share)) are trained on. The document at the border is cut in two. Use `tail` for one long text."""
     drop_duplicates: bool = True
-    """Exact deduplication: keep only one of the documents with equal text, over all sources. Without it,
+    """Exact deduplication: keep the first of the documents with equal text, over all sources. Without it,
     `validation_rule: tail` can put one text into both splits."""
-    keep_duplicate: Literal["first", "last"] = added("first")
-    """Which of several duplicates or near-duplicates stays, in the order of sources, files and records. Use `last` if
-    the sources list the oldest crawl first."""
     near_duplicates: NearDuplicates | None = added(None)
     """Also drop near-duplicates, as in {preset: fineweb}; null: drop exact duplicates only. The folder duplicates/ then
     names the kept document for each dropped one, exact duplicates included."""

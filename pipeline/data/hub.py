@@ -129,7 +129,7 @@ def hub_rows(source: HubSource) -> Iterator[tuple[int, Any]]:
     number = 0
     try:
         rows = datasets.load_dataset(source.dataset, source.config_name, split=source.split,
-                                     revision=source.revision, streaming=source.streaming)
+                                     revision=source.revision, streaming=True)
         for number, row in enumerate(islice(rows, source.limit), 1):
             if number == 1 and source.text_field not in row:
                 raise UnusableInputError(f"source {source.name}: the dataset {source.dataset} has no column "

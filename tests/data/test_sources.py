@@ -13,7 +13,6 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.data.sources import input_files, reading_units
 from drover.pipeline.storage.object_files import find
-from tests.conftest import slow
 from tests.data.source_files import (
     COMPRESS,
     RECORDS,
@@ -134,11 +133,8 @@ def dataset_folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("streaming", [True, *slow(False)])
-def test_a_local_hugging_face_dataset(dataset_folder, tmp_path, monkeypatch, streaming):
-    import datasets
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    source = hub_source(dataset_folder, streaming=streaming, meta_fields=["stars"], limit=30)
+def test_a_local_hugging_face_dataset(dataset_folder):
+    source = hub_source(dataset_folder, meta_fields=["stars"], limit=30)
     documents, rejections = read(source)
     assert texts(documents) == [f"text {part} {row}" for part in range(2) for row in range(20)][:30]
     assert lost(rejections) == [] and documents[29].id == "train:30" and documents[29].meta == {"stars": 9}

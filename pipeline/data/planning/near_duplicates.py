@@ -55,14 +55,9 @@ def join_components(folder: Path, task: object) -> dict[str, Outputs]:
     """Write the followers. Returns the file as `outputs`."""
     plan = CorpusLayout.read(folder)
     total = plan.starts[-1]
-
-    def ranks(numbers: np.ndarray) -> np.ndarray:
-        """Numbers as they are, or counted from the end if the last document stays. Its own inverse."""
-        result = numbers.astype(np.int64)
-        return total - 1 - result if plan.last else result
     parent = np.arange(total, dtype=np.uint32 if total < 1 << 32 else np.uint64)
     for links in _links(folder, plan):
-        join(parent, ranks(links["other"]), ranks(links["kept"]))
+        join(parent, links["other"].astype(np.int64), links["kept"].astype(np.int64))
     flatten(parent)
     others = np.flatnonzero(parent != np.arange(total, dtype=parent.dtype))
     others = others[np.argsort(parent[others], kind="stable")]
@@ -70,7 +65,7 @@ def join_components(folder: Path, task: object) -> dict[str, Outputs]:
     borders = firsts.searchsorted(firsts[np.arange(1, plan.partitions) * len(others) // plan.partitions]) \
         if len(others) else np.zeros(plan.partitions - 1, np.int64)
     rows = np.empty(len(others), LINK)
-    rows["other"], rows["kept"] = ranks(others), ranks(firsts)
+    rows["other"], rows["kept"] = others, firsts
     return with_records(folder, [write_rows(followers_path(folder), rows, np.concatenate([[0], borders, [len(rows)]]))])
 
 

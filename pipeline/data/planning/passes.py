@@ -97,8 +97,7 @@ def decide(work: Work, config: ShardConfig, names: list[str], sources: list[int]
         read: their records.
     """
     near, folder = config.near_duplicates, work.folder
-    plan = layout(names, sources, [record["documents"] for record in read], last=config.keep_duplicate == "last",
-                  bands=banding(near)[1] if near else 0)
+    plan = layout(names, sources, [record["documents"] for record in read], banding(near)[1] if near else 0)
     plan.write(folder)
     work.run_pass("sort", _groups(plan), sort_group, "groups")
     work.run_pass("match", _partitions(plan, range(plan.bands + 1)), match_partition, "partitions")

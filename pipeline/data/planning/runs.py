@@ -90,8 +90,6 @@ class CorpusLayout:
         starts: (units + 1,) documents before each unit.
         groups: (groups + 1,) units before each group.
         partitions: number of partitions, a power of two.
-        last: whether the last of equal documents stays. Then everything below that says first means the last, and
-            before means after.
         bands: numbers in a MinHash signature; 0 where near-duplicates stay.
     """
 
@@ -100,7 +98,6 @@ class CorpusLayout:
     starts: list[int]
     groups: list[int]
     partitions: int
-    last: bool
     bands: int
 
     def write(self, folder: Path) -> None:
@@ -145,8 +142,8 @@ class CorpusLayout:
         return np.concatenate([np.array(np.load(path, mmap_mode="r")[field]) for path in paths])  # closes each file
 
 
-def layout(names: Sequence[str], sources: Sequence[int], documents: Sequence[int], *, last: bool = False,
-           bands: int = 0) -> CorpusLayout:
+def layout(names: Sequence[str], sources: Sequence[int], documents: Sequence[int],
+           bands: int) -> CorpusLayout:
     """Group units of these numbers of documents."""
     borders, held = [0], 0
     for unit, own in enumerate(documents):
@@ -156,7 +153,7 @@ def layout(names: Sequence[str], sources: Sequence[int], documents: Sequence[int
         held += own
     starts = np.cumsum([0, *documents], dtype=np.int64).tolist()
     partitions = 1 << (ceil(max(1, starts[-1]) / PARTITION_ROWS) - 1).bit_length()
-    return CorpusLayout(list(names), list(sources), starts, [*borders, len(documents)], partitions, last, bands)
+    return CorpusLayout(list(names), list(sources), starts, [*borders, len(documents)], partitions, bands)
 
 
 class StagedDocuments:
@@ -234,7 +231,7 @@ def sort_group(folder: Path, task: GroupTask) -> dict[str, Outputs]:
             band = plan.column(folder, group, ".bands", (slice(None), column - 1))
             own = places[band[places] != NONE]
             keys = [band[own]]
-        firsts, others, kept = equal_rows(keys, plan.last)
+        firsts, others, kept = equal_rows(keys)
         if column == DIGEST:
             places = np.sort(firsts)
         paths += [write_run(folder, plan, group, column, (key[firsts] for key in keys), own[firsts]),
@@ -246,15 +243,15 @@ def match_partition(folder: Path, task: PartitionTask) -> dict[str, Outputs]:
     """Write the links between groups in one partition of a column. Returns the file as `outputs`."""
     plan, column, partition = CorpusLayout.read(folder), task["column"], task["partition"]
     numbers, rows = read_runs(folder, plan, column, partition)
-    _, others, kept = equal_rows([rows[name] for name in rows.dtype.names or () if name != "place"], plan.last)
+    _, others, kept = equal_rows([rows[name] for name in rows.dtype.names or () if name != "place"])
     return with_records(folder, [write_links(folder, plan, column, plan.partition_names[partition], numbers[others],
                                              numbers[kept])])
 
 
-def equal_rows(keys: Sequence[np.ndarray], last: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def equal_rows(keys: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Places of rows with equal keys: the first row of each key, sorted by key; each other row; and, for each of
     these, the first row of its key."""
-    order = by_key(keys, last)
+    order = by_key(keys)
     new = np.arange(len(order)) == 0
     for key in keys:
         ordered = key[order]
@@ -263,10 +260,8 @@ def equal_rows(keys: Sequence[np.ndarray], last: bool = False) -> tuple[np.ndarr
     return firsts, order[~new], firsts[np.cumsum(new)[~new] - 1]
 
 
-def by_key(keys: Sequence[np.ndarray], last: bool = False) -> np.ndarray:
-    """The order of keys; equal ones stay in their order, or with `last` are turned round."""
-    if last:
-        return len(keys[0]) - 1 - by_key([key[::-1] for key in keys])
+def by_key(keys: Sequence[np.ndarray]) -> np.ndarray:
+    """The order of keys; equal ones stay in their order."""
     return np.lexsort(keys[::-1])
 
 

@@ -85,6 +85,6 @@ def texts_of(folder, *splits):
     return result
 
 
-def firsts(pairs, first=min):
+def firsts(pairs):
     """The first of the component of each node that is in a pair."""
-    return {node: first(own) for own in connected_components(Graph([*pairs])) for node in own}
+    return {node: min(own) for own in connected_components(Graph([*pairs])) for node in own}

@@ -61,8 +61,8 @@ def share_a_band(result, one, other):
     return bool(((result[one] == result[other]) & (result[one] != NONE)).any())
 
 
-def config_of(corpus, keep="first", **near):
-    return staged_corpora.settings(corpus, near_duplicates=near, keep_duplicate=keep, shard_mb=0.05,
+def config_of(corpus, **near):
+    return staged_corpora.settings(corpus, near_duplicates=near, shard_mb=0.05,
                                    validation_share=0.3)
 
 
@@ -80,10 +80,10 @@ def test_recall_and_precision_against_brute_force():
         assert len(pairs) > 40 and np.mean([pair in same for pair in pairs]) == pytest.approx(expected, abs=error)
 
 
-def greedily(texts, label, verify, order):
+def greedily(texts, label, verify):
     """place -> the place of the document that is kept instead, of those that are dropped."""
     result, staying = {}, defaultdict(list)
-    for place in order:
+    for place in range(len(texts)):
         own = staying[label.get(place, place)]
         kept = next((other for other in own if verify is None or texts[place] == texts[other]
                      or similarity(shingles(texts[place], "runs"), shingles(texts[other], "runs")) >= verify), None)
@@ -94,23 +94,21 @@ def greedily(texts, label, verify, order):
     return result
 
 
-@pytest.mark.parametrize(("keep", "verify", "sizes"), [
-    ("first", 0.8, None), ("last", 0.8, (50, 1, 10)), ("last", None, (10**6, 4, 40))])
-def test_one_of_a_component_stays_and_every_dropped_one_names_it(tmp_path, monkeypatch, keep, verify, sizes):
+@pytest.mark.parametrize(("verify", "sizes"), [(0.8, None), (0.8, (50, 1, 10)), (None, (10**6, 4, 40))])
+def test_one_of_a_component_stays_and_every_dropped_one_names_it(tmp_path, monkeypatch, verify, sizes):
     """However groups, partitions and components are cut."""
     if sizes:
         cut_into(monkeypatch, *sizes)
-    corpus, first = planted(seed=2, families=60), min if keep == "first" else max
+    corpus = planted(seed=2, families=60)
     documents = [(own, text) for _, own, text in in_order(corpus)]
     texts = [text for _, text in documents]
-    result = passes(tmp_path, corpus, config_of(corpus, keep, verify=verify))
+    result = passes(tmp_path, corpus, config_of(corpus, verify=verify))
     bands = signatures(texts, FINEWEB)
-    label = firsts(((one, other) for other in range(len(texts)) for one in range(other)
-                    if texts[one] == texts[other] or share_a_band(bands, one, other)), first)
-    order = range(len(texts)) if keep == "first" else reversed(range(len(texts)))
+    label = firsts((one, other) for other in range(len(texts)) for one in range(other)
+                    if texts[one] == texts[other] or share_a_band(bands, one, other))
     expected = {}
-    for place, of in greedily(texts, label, verify, order).items():
-        equal = first(other for other, text in enumerate(texts) if text == texts[place])
+    for place, of in greedily(texts, label, verify).items():
+        equal = min(other for other, text in enumerate(texts) if text == texts[place])
         expected[documents[place][0]] = (documents[of][0], texts[place] == texts[of],
                                          "near_duplicate" if equal == place else "duplicate")
     assert {row["id"]: (row["kept_id"], row["equal"], row["kind"]) for row in result.kept} == expected
@@ -190,21 +188,21 @@ def graphs(draw):
 
 
 @settings(max_examples=40)
-@given(graph=graphs(), last=st.booleans(), rows=st.sampled_from([1, 5, 10**6]), groups=st.integers(1, 5),
+@given(graph=graphs(), rows=st.sampled_from([1, 5, 10**6]), groups=st.integers(1, 5),
        bands=st.integers(1, 2), partitions=st.sampled_from([1, 4]))
-@example(graph=(0, [], 0), last=False, rows=5, groups=1, bands=1, partitions=1)
-def test_components_are_those_of_union_find(tmp_path_factory, monkeypatch, graph, last, rows, groups, bands,
+@example(graph=(0, [], 0), rows=5, groups=1, bands=1, partitions=1)
+def test_components_are_those_of_union_find(tmp_path_factory, monkeypatch, graph, rows, groups, bands,
                                             partitions):
     """The plan has groups of one unit each."""
     folder, (documents, edges, seed) = tmp_path_factory.mktemp("graph"), graph
     starts = np.linspace(0, documents, groups + 1).astype(int).tolist()
     plan = CorpusLayout([f"a-{group:05d}" for group in range(groups)], [0] * groups, starts, list(range(groups + 1)),
-                  partitions, last, bands)
+                  partitions, bands)
     write_edges(folder, plan, edges, seed)
     monkeypatch.setattr(near_duplicates, "AT_ONCE", rows)
     join_components(folder, {})
     parts = [read_rows(followers_path(folder), LINK, part, partitions).tolist() for part in range(partitions)]
-    followers = [row for row in firsts(edges, max if last else min).items() if row[0] != row[1]]
-    assert [row for part in parts for row in part] == sorted(followers, key=lambda row: row[::-1], reverse=last)
+    followers = [row for row in firsts(edges).items() if row[0] != row[1]]
+    assert [row for part in parts for row in part] == sorted(followers, key=lambda row: row[::-1])
     full = [first for part in parts for first in {first for _, first in part}]
     assert len(full) == len(set(full)), "a component lies in one part"

@@ -28,27 +28,27 @@ TAIL = {"tail": True, "target": 3, "seed": 1}
 
 
 @settings(max_examples=50)
-@given(corpus=CORPORA, drop=st.booleans(), keep=st.sampled_from(["first", "last"]), tail=st.booleans(),
+@given(corpus=CORPORA, drop=st.booleans(), tail=st.booleans(),
        share=st.sampled_from([0.07, 0.1, 0.25, 0.5, 0.9]), target=st.sampled_from([3, 10, 60, 1000]),
        sizes=st.tuples(st.sampled_from([1, 5, 10**6]), st.sampled_from([1, 2, 256]), st.sampled_from([2, 9, 10**6])),
        seed=st.integers(0, 9))
-@example(corpus={"a": [["bb", "b"]], "b": [["b"], ["bb"]], "c": [["b", "abab"]]}, drop=False, keep="last", share=0.5,
+@example(corpus={"a": [["bb", "b"]], "b": [["b"], ["bb"]], "c": [["b", "abab"]]}, drop=False, share=0.5,
          sizes=(1, 1, 2), **TAIL)
-@example(corpus={"a": [["bb"]], "b": [["b"], ["bb"]], "c": [["b"]]}, drop=True, keep="last", share=0.5, sizes=(1, 1, 2),
+@example(corpus={"a": [["bb"]], "b": [["b"], ["bb"]], "c": [["b"]]}, drop=True, share=0.5, sizes=(1, 1, 2),
          **TAIL)
-@example(corpus={"a": [["ab", "ab", "abab"]], "b": [["b"]], "c": [["c"]]}, drop=False, keep="first", share=0.25,
+@example(corpus={"a": [["ab", "ab", "abab"]], "b": [["b"]], "c": [["c"]]}, drop=False, share=0.25,
          sizes=(1, 1, 2), **TAIL)
-def test_the_shards_are_those_of_one_process_that_holds_all(tmp_path_factory, monkeypatch, corpus, drop, keep, tail,
+def test_the_shards_are_those_of_one_process_that_holds_all(tmp_path_factory, monkeypatch, corpus, drop, tail,
                                                             share, target, sizes, seed):
     """And have each document that stays once, in its split, in order, in shards of about equal size."""
-    config = staged_corpora.settings(corpus, drop_duplicates=drop, keep_duplicate=keep, validation_share=share,
+    config = staged_corpora.settings(corpus, drop_duplicates=drop, validation_share=share,
                                      validation_rule="tail" if tail else "hash", shard_mb=target / 1e6)
     result = passes(tmp_path_factory.mktemp("whole"), corpus, config)
     with monkeypatch.context() as patch:
         cut_into(patch, *sizes)
         assert passes(tmp_path_factory.mktemp("passes"), corpus, config, seed).shards == result.shards
     every = [(unit.partition("-")[0], text) for unit, _, text in in_order(corpus)]
-    once = {text: number for number, (_, text) in ([*enumerate(every)][::-1 if keep == "first" else 1])}
+    once = {text: number for number, (_, text) in reversed([*enumerate(every)])}
     kept = [one for number, one in enumerate(every) if not drop or once[one[1]] == number]
     dropped = Counter(source for source, _ in every) - Counter(source for source, _ in kept)
     starts = np.cumsum([0, *map(len, corpus.values())])
