@@ -27,7 +27,16 @@ from drover.pipeline.contract.manifest import MANIFEST, Manifest, read_manifest
 from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import WATCH
-from drover.pipeline.contract.state import StageJob, now, read_attempts, set_this_job, this_job, this_start, write_state
+from drover.pipeline.contract.state import (
+    STATE,
+    StageJob,
+    now,
+    read_attempts,
+    set_this_job,
+    this_job,
+    this_start,
+    write_state,
+)
 from drover.pipeline.contract.workers import Stopped, StopRequest
 from drover.pipeline.core.console import INTERRUPTED, Parser, Program, counted, say
 from drover.pipeline.core.errors import UserError, listed
@@ -95,6 +104,7 @@ def work(options: argparse.Namespace) -> int:
             if recorded:
                 Manifest(WATCH, {}, [], {"checkpoints": scored}, config_hash(run.config), started=began, finished=now(),
                          execution={"world_size": ranks.world, **this_start()}).write(folder)
+                (folder / STATE).unlink()
             ranks.barrier()
     except Stopped as stopped:
         if recorded:

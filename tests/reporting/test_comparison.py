@@ -87,7 +87,7 @@ def test_scores_of_checkpoints_stand_over_tokens(tmp_path):
     for step in (2, STEPS + 1):
         write_json(scores_path(runs[0] / "train", step), vars(CheckpointScores(
             step, "", 1000 * step, None, {"overall": {"bits_per_byte": 2.5}}, {"lines": task})))
-    text, _, lines, of_flops = chapter(compare_runs(runs), "Scores while training")
+    text, lines, _, of_flops = chapter(compare_runs(runs), "Scores while training")
     assert text.series == [Series("scored", (2000,), (2.5,), errors=(0.0,))] and text.over == "tokens"
     chance = Series("by chance", (2000, 2000), (0.25, 0.25), faint=True)
     assert lines.series == [chance, Series("scored", (2000,), (0.5,), errors=(0.1,))] and lines.title == "lines, acc"

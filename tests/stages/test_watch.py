@@ -182,6 +182,7 @@ def test_as_a_job_it_leaves_the_records_of_a_stage(run):
     finished(evaluator(run, options))
     assert [entry.step for entry in read_scores(train_folder(run))] == STEPS
     assert read_manifest(folder / WATCH_JOB).counts == {"checkpoints": 0}
+    assert read_state(folder / WATCH_JOB).status == "done"
 
 
 def test_the_plan_for_slurm_has_a_job_that_scores_checkpoints(tmp_path, capsys):

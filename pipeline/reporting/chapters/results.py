@@ -116,8 +116,8 @@ def score_charts(runs: Mapping[str, Facts]) -> Iterator[Lines]:
     runs: by the name of their lines."""
     names = dict.fromkeys(key for facts in runs.values()
                           for key in score_curves(score_rows(facts), itemgetter("tokens")))
-    for name, metric in names:
-        for over in ("tokens", "FLOPs"):
+    for over in ("tokens", "FLOPs"):
+        for name, metric in names:
             curves = {run: points for run, facts in runs.items() if (
                 points := score_curves(score_rows(facts), facts.measures[over]).get((name, metric)))}
             every = [point for points in curves.values() for point in points]
