@@ -50,8 +50,8 @@ def warm_stages(home):
     """Let the command of such a folder start the stages that need torch as forks of a process that has imported it
     (tests/warm.py); the folder."""
     python = home / ".warm/python"  # not on PATH: only what the launcher starts is started with it
-    _program(python, f'case "$2" in {WARM}) exec {sys.executable} -m tests.warm {warm_server().address} "$@";; esac\n'
-                     f'exec {sys.executable} "$@"')
+    _program(python, f'case "$2" in {WARM}) exec {sys.executable} -m tests.warm {warm_server().address} "$@";;\n'
+                     f'drover) shift 2; exec {home}/.bin/drover "$@";; esac\nexec {sys.executable} "$@"')
     _program(home / ".bin/drover", f'exec {sys.executable} -c "import sys; sys.executable = \'{python}\'; '
                                    f'from drover.__main__ import main; sys.exit(main())" "$@"')
     return home

@@ -24,6 +24,8 @@ PLAN_CHANGED = "plan_changed"
 """The event of a start that continues under another plan or other accepted settings. Its `number` counts such starts.
 Each line of metrics.jsonl has in `plan_changes` how many came before it. Numbers, not times, give the order: the clocks
 of two nodes may differ, and a run restored from a copy may lack lines."""
+DIVERGED = "Training stopped at step"
+"""How the error begins with which the guards end a training that does not recover."""
 OTHER_ORDER = "samples come in another order"
 """One of its changes."""
 MOST_SAMPLES = 1 << 30

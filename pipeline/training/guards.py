@@ -29,7 +29,7 @@ from drover.pipeline.data.exclusion import Range, format_ranges
 from drover.pipeline.data.provenance import documents_of, named
 from drover.pipeline.data.sampling.loader import TrainingData
 from drover.pipeline.records.checkpoints import TrainingProgress
-from drover.pipeline.records.metrics import Rollback, add_rollback, excluded_by, read_rollbacks
+from drover.pipeline.records.metrics import DIVERGED, Rollback, add_rollback, excluded_by, read_rollbacks
 
 if TYPE_CHECKING:
     from drover.pipeline.parallel.ranks import Ranks
@@ -179,7 +179,7 @@ class Guards:
                "Look at the text (drover trace RUN --step N --text). If it is clean, lower train.lr or lengthen "
                f"train.warmup_steps, and continue with --accept-changes{PHASED}, or start again with --force.")
         raise UserError(
-            f"Training stopped at step {decision.step}: {self.consecutive_skipped} updates in a row were skipped, and "
+            f"{DIVERGED} {decision.step}: {self.consecutive_skipped} updates in a row were skipped, and "
             f"train.guards.max_skipped is {self.config.max_skipped}. The last was {text}; "
             f"{self._where(decision.samples)}. The weights are those from before the first of these steps, and the "
             f"checkpoints are valid. {fix}")
@@ -187,7 +187,7 @@ class Guards:
     def _roll_back(self, decision: GuardDecision, text: str) -> GuardDecision:
         if self.rollbacks_total >= self.config.max_rollbacks:
             raise UserError(
-                f"Training stopped at step {decision.step}: another rollback is needed, and train.guards.max_rollbacks "
+                f"{DIVERGED} {decision.step}: another rollback is needed, and train.guards.max_rollbacks "
                 f"is {self.config.max_rollbacks}. The reason was {text}; {self._where(decision.samples)}. This "
                 f"update was not applied, and the checkpoints are valid. Look at the text (drover trace RUN --step N "
                 f"--text). Lower train.lr and continue with --accept-changes{PHASED}, or set train.guards.spike=log to "
