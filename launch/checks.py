@@ -71,8 +71,8 @@ def _too_many_nodes(jobs: Sequence[Job]) -> Iterator[str]:
     """Jobs that request more nodes than their partition has, if sinfo answers."""
     kinds = Scheduler().node_kinds()
     for job in jobs:
-        named = (job.resources.partition or "").split(",")
-        there = sum(kind.nodes for kind in kinds if kind.partition in named or (kind.usual and named == [""]))
+        there = sum(kind.nodes for kind in kinds if kind.partition in (
+            job.resources.partition or kind.partition * kind.usual).split(","))
         if 0 < there < job.all_nodes:
             yield (f"{job.stage} requests {job.all_nodes} nodes, and its partition has {there} (sinfo). Lower --nodes "
                    f"or launch.train.spare_nodes, or set another launch.partition.")

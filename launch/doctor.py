@@ -38,7 +38,8 @@ def work(options: argparse.Namespace) -> int:
     if not kinds:
         raise UserError("sinfo shows no partition. Look at `sinfo`: the controller may be down.")
     settings = scheduler.site_settings()
-    echo(f"Slurm {settings.get('SLURM_VERSION', 'unknown')}", *map(str, kinds))
+    echo(f"Slurm {settings.get('SLURM_VERSION', 'unknown')}, MaxArraySize {settings.get('MaxArraySize', 'unknown')}",
+         *map(str, kinds))
     if options.write:
         write_text(Path(options.write), profile(kinds, requeue=settings.get("JobRequeue") != "0"))
         echo(f"\nwrote {options.write}; use it with --cluster {options.write}")

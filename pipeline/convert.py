@@ -12,6 +12,7 @@ if __package__ in (None, ""):  # run as a script: find the packages, and let no 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from drover.pipeline.contract.state import clear
+from drover.pipeline.core.console import counted
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record, publish, sync, write_text
 
@@ -172,7 +173,7 @@ def _compare_tokens(work: Work, tokenizer: Tokenizer, folder: Path, texts: list[
         raise UserError(f"The exported tokenizer in {folder} gives other ids than training used on {len(wrong)} of "
                         f"{len(texts)} validation documents, first: {wrong[0][:80]!r}. Nothing was committed. Please "
                         f"report it.")
-    work.say(f"token ids are equal on {len(texts)} validation documents")
+    work.say(f"token ids are equal on {counted(len(texts), 'validation document')}")
     return {"documents_compared": len(texts)}
 
 

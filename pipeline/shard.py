@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.config.data import web_packages
 from drover.pipeline.contract.workers import Task
+from drover.pipeline.core.console import counted
 from drover.pipeline.core.errors import UnusableInputError, UserError, absent, all_problems, installed_version, listed
 from drover.pipeline.core.files import atomic_file, output_record, read_lines, sha256_file
 from drover.pipeline.data.counts import (
@@ -301,8 +302,8 @@ def _print_counts(work: Work, counts: dict[str, Any], outputs: list[dict[str, An
         for field, result in card.get("fields", {}).items():
             work.say(f"source {source}: meta field {field} in {result['in']:,} of {result['of']:,} documents")
     if files := incomplete(inputs):
-        work.say(f"warning: {counts['rejected']:,} documents could not be read ({work.folder / REJECTED} names them), "
-                 f"of {len(files):,} files: {named(files)}")
+        work.say(f"warning: {counted(counts['rejected'], 'document')} could not be read "
+                 f"({work.folder / REJECTED} names them), of {counted(len(files), 'file')}: {named(files)}")
     for name, own in counts.get("filters", {}).items():
         reasons = f" ({_counted(own['reasons'], '; ')})" if own["reasons"] else ""
         work.say(f"filter {name}: {own['documents']:,} documents ({own['bytes'] / 1e6:,.1f} MB) dropped{reasons}, "
@@ -310,10 +311,11 @@ def _print_counts(work: Work, counts: dict[str, Any], outputs: list[dict[str, An
     cut = f" + {counts['cut_in_two']:,} by cutting in two" if counts["cut_in_two"] else ""
     shards = " + ".join(str(sum(record["split"] == split for record in outputs)) for split in SPLITS)
     became, size = {name: count for name, count in counts["files"].items() if count}, counts["bytes"]
-    work.say(f"{became.pop('in', 0):,} files in = {_counted(became, ' + ')}; {size['in']:,} bytes in, "
+    work.say(f"{counted(became.pop('in', 0), 'file')} in = {_counted(became, ' + ')}; {size['in']:,} bytes in, "
              f"{size['rejected']:,} rejected")
-    work.say(f"{counts['documents_in']:,} documents in{cut} = {counts['train']:,} train + {counts['validation']:,} "
-             f"validation + {sum(counts['dropped'].values()):,} dropped ({_counted(counts['dropped'])}) + "
+    work.say(f"{counted(counts['documents_in'], 'document')} in{cut} = {counts['train']:,} train + "
+             f"{counts['validation']:,} validation + {sum(counts['dropped'].values()):,} dropped "
+             f"({_counted(counts['dropped'])}) + "
              f"{counts['rejected']:,} rejected; {sum(counts['text_bytes'].values()) / 1e6:,.1f} MB in {shards} shards")
 
 

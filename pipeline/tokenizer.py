@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, TypedDict
 
 from drover.pipeline.contract.workers import Task
+from drover.pipeline.core.console import counted
 from drover.pipeline.core.files import Record, copy_file, output_record, write_json
 from drover.pipeline.data.text_shards import TextRecord, read_texts, shard_name, shard_records
 from drover.pipeline.tokenization.checking import COUNT, ShardCheck, check_shard, compared, from_bitmap, refuse_failures
@@ -118,7 +119,7 @@ def _made(work: Work, shards: Path, train: list[TextRecord]) -> Record:
         records = []
     else:
         work.say(f"making a {settings.kind} vocabulary from {text_bytes(records) / 1e6:.1f} MB of training text in "
-                 f"{len(records)} of {len(train)} shards")
+                 f"{len(records)} of {counted(len(train), 'shard')}")
     [made] = work.run_pass("make", [Task("vocabulary", VocabularyTask(
         settings=settings.model_dump(mode="json"), shards=place(shards, work.folder), records=records, shares=shares,
         of_shards=len(train)))], make, "vocabulary")

@@ -24,7 +24,7 @@ from drover.pipeline.config.kinds import add_run_and_plugins
 from drover.pipeline.contract.manifest import not_as_used, read_manifest
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.core.console import Parser, Program, add_json, draw, echo, watch_of
+from drover.pipeline.core.console import Parser, Program, add_json, counted, draw, echo, watch_of
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import problem_of
 from drover.pipeline.data.exclusion import Excluded, Range, format_ranges, sample_numbers
@@ -75,10 +75,12 @@ class Audit:
 
     def lines(self) -> list[str]:
         """The result as lines of text."""
-        lines = [f"{self.steps:,} steps, samples [0, {self.samples:,}), {self.restarts} restarts, {self.repeated} "
-                 f"steps done again, {self.abandoned} undone by rollbacks, {self.replanned} undone by changes of the "
-                 f"plan, {self.damaged} with another loss before a damaged token shard was repaired, "
-                 f"{self.checkpoints} checkpoints", *(f"left out on purpose: {entry}" for entry in self.left_out)]
+        lines = [f"{counted(self.steps, 'step')}, samples [0, {self.samples:,}), "
+                 f"{counted(self.restarts, 'restart')}, {self.repeated} steps done again, "
+                 f"{self.abandoned} undone by rollbacks, {self.replanned} undone by changes of the plan, "
+                 f"{self.damaged} with another loss before a damaged token shard was repaired, "
+                 f"{counted(self.checkpoints, 'checkpoint')}",
+                 *(f"left out on purpose: {entry}" for entry in self.left_out)]
         if self.repeated:
             lines.append(f"repeated steps: {self.why}; their losses differ by at most {self.largest:.1e} of the loss "
                          f"({self.tolerance:.0e} is allowed)")

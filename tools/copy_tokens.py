@@ -12,7 +12,7 @@ import sys
 from drover.pipeline.config.kinds import add_run_and_plugins
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.run import run_in
-from drover.pipeline.core.console import Parser, Program, ProgressBar, say
+from drover.pipeline.core.console import Parser, Program, ProgressBar, counted, say
 
 
 def add_options(parser: Parser) -> None:
@@ -37,7 +37,7 @@ def work(options: argparse.Namespace) -> None:
     if options.compare:
         with ProgressBar("copy", "reading back", len(manifest.outputs), "shards") as progress:
             Mirror(Store(options.to)).compare(manifest.outputs, progress.advance)
-        say("copy", f"{len(manifest.outputs):,} shards in {options.to} have the hashes that encode recorded")
+        say("copy", f"{counted(len(manifest.outputs), 'shard')} in {options.to} compared with the recorded hashes")
     del held
 
 

@@ -21,7 +21,7 @@ import textwrap
 import time
 import unicodedata
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -112,8 +112,8 @@ LETTERS = str.maketrans({
 class Proposal:
     """A proposed model and training.
 
-    corpus_tokens: tokens in the text, about. wanted: tokens to train on, about. token_bytes: bytes of text in one.
-    ranks: on CPUs.
+    corpus_tokens: tokens in the text, about. validation: the share of it that is held out. wanted: tokens to
+    train on, about. token_bytes: bytes of text in one. ranks: on CPUs.
     """
 
     shape: ModelConfig
@@ -121,12 +121,14 @@ class Proposal:
     wanted: int
     token_bytes: float
     ranks: int
+    validation: float = 0.0
 
     @property
     def epochs(self) -> str:
         """What of the text is trained on, in words."""
-        share = self.tokens / self.corpus_tokens
-        return f"{share:,.{share < 10:d}f} epochs of your text" if share >= 1 else f"{100 * share:.2g}% of your text"
+        share = self.tokens / (self.corpus_tokens * (1 - self.validation))
+        of = "of the training text"
+        return f"about {share:,.{share < 10:d}f} epochs {of}" if share >= 1 else f"about {100 * share:.2g}% {of}"
 
     @property
     def batch_tokens(self) -> int:
@@ -246,6 +248,11 @@ def matrix_rate() -> float:
     return best
 
 
+def validation_share(corpus: Corpus) -> float:
+    """The share of the text that is held out: some 2 MB, with two digits."""
+    return float(f"{min(0.05, max(0.001, 2e6 / corpus.text_bytes)):.2g}")
+
+
 def propose(corpus: Corpus, flops: float, minutes: float, params: int | None, ranks: int = 1) -> Proposal:
     """A model and its training, from the text and the FLOP/s. `params`, if given, replaces the minutes."""
     def trained(step: ModelConfig, tokens: float | None) -> Proposal:
@@ -257,12 +264,12 @@ def propose(corpus: Corpus, flops: float, minutes: float, params: int | None, ra
         text = 1 + int(corpus.text_bytes / token_bytes)
         shape = step.with_vocabulary(vocabulary)
         most_tokens = int(ROOM * EPOCHS * text)
-        made = Proposal(shape, text, most_tokens, token_bytes, ranks)
+        made = Proposal(shape, text, most_tokens, token_bytes, ranks, validation_share(corpus))
         for _ in range(5 if tokens is None else 1):  # the length and the batch depend on the tokens
             allowed = made.wanted * (60 * minutes - START_S) / (made.seconds(flops) - START_S)
             used = int(max(1, min(allowed if tokens is None else tokens, most_tokens)))
             length = 1024 if used >= 20e6 else 512 if used >= 4e6 else 256
-            made = Proposal(shape.model_copy(update={"context_length": length}), text, used, token_bytes, ranks)
+            made = replace(made, shape=shape.model_copy(update={"context_length": length}), wanted=used)
         return made
 
     if params is not None:
@@ -278,7 +285,6 @@ def as_yaml(corpus: Corpus, proposal: Proposal, name: str) -> str:
     lr = 0.01 if proposal.muon else 0.003239 - 0.0001395 * math.log(shape.non_embedding_parameter_count)  # LR_LAW
     few = corpus.files < FEW_DOCUMENTS
     validation_tokens = min(65536, max(1024, int(VALIDATION * 0.75 * proposal.tokens / len(corpus.sources))))
-    validation = min(0.05, max(0.001, 2e6 / corpus.text_bytes))
     rule = ("tail   # few files: the end of each source, its last files by name; scores are of these alone" if few else
             "hash")
     prompts = corpus.prompts or ["The "]
@@ -311,7 +317,7 @@ shard:
   sources:
 {_sources(corpus)}\
   shard_mb: {min(64.0, max(1.0, round(corpus.text_bytes / 8e6, 1)))}   # several shards for each process
-  validation_share: {validation:.2g}
+  validation_share: {proposal.validation}
   validation_rule: {rule}
 {rejected}{cleaning}\
 

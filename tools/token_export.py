@@ -15,7 +15,7 @@ import numpy as np
 
 from drover.pipeline.contract.inputs import output, refuse_changed
 from drover.pipeline.contract.run import Run
-from drover.pipeline.core.console import ProgressBar, echo
+from drover.pipeline.core.console import ProgressBar, counted, echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Outputs, Record
 from drover.pipeline.data.counts import total
@@ -155,7 +155,7 @@ def export(run: Run, out: Path, split: str, form: str, *, without_bos: bool) -> 
             "bos_id": vocabulary["bos_id"], "eos_id": vocabulary["eos_id"], "vocab_size": vocabulary["size"],
             "sources": counts, "total": sums, "files": [draft.done[name] for name in sorted(files)]})
         draft.publish()
-    echo(f"{out}: {sums['docs']:,} documents, {sums['tokens']:,} tokens in {len(files)} files")
+    echo(f"{out}: {counted(sums['docs'], 'document')}, {sums['tokens']:,} tokens in {counted(len(files), 'file')}")
 
 
 def _write(content: Callable[[], Iterator[bytes]], path: Path) -> str:

@@ -115,7 +115,7 @@ class Report:
 
     def lines(self) -> list[str]:
         """The report as lines of text."""
-        return [f"{self.run}: {self.files:,} files compared with their records",
+        return [f"{self.run}: {counted(self.files, 'file')} compared with their records",
                 *(f"{note}: {len(files):,} ({first(files)})" for note, files in sorted(self.notes.items())),
                 *(f"WRONG  {problem}" for problem in self.problems),
                 counted(len(self.problems), "problem") if self.problems else "nothing is wrong"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drover.pipeline.config.kinds import add_plugin_option
-from drover.pipeline.core.console import Parser, Program, ProgressBar, find_model, refuse_low, say
+from drover.pipeline.core.console import Parser, Program, ProgressBar, counted, find_model, refuse_low, say
 from drover.pipeline.records.weight_files import weights_folder
 from drover.tools.draft import Draft
 
@@ -103,7 +103,7 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
                             "token_ids": companions.token_ids, "files": list(draft.done.values())})
             _prove(draft.folder, reader(weights, dtype))
             draft.publish()
-    count = f"{sum(bool(file.rectangles) for file in files)} files"
+    count = counted(sum(bool(file.rectangles) for file in files), "file")
     size = sum(record["bytes"] for record in draft.done.values())
     say("weights", f"{target} ({form}): {_counted(weights)} in {_short_name(dtype)}, {count}, {size / 1e6:,.1f} MB, "
         f"read back and equal to the bit. {' '.join(sentences)}")

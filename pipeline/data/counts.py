@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.core.console import first, readable
+from drover.pipeline.core.console import counted, first, readable
 from drover.pipeline.core.files import Record
 from drover.pipeline.data.documents import Document, Rejection
 
@@ -85,7 +85,8 @@ class FileRead:
     def __str__(self) -> str:
         rest = f"all {readable(self.bytes)} read, but more is missing" if self.lost and not self.lost_bytes else \
             f"{readable(self.lost_bytes)} of {readable(self.bytes)} not read"
-        return f"{self.source}/{self.file} ({self.documents:,} documents read, {rest}: {self.reason[:MOST_REASON]})"
+        return (f"{self.source}/{self.file} ({counted(self.documents, 'document')} read, {rest}: "
+                f"{self.reason[:MOST_REASON]})")
 
 
 def files_read(inputs: Iterable[Record]) -> list[FileRead]:

@@ -131,7 +131,7 @@ class Rejection:
         documents: how many documents are lost; 0 for a page that is passed over, or a document without text.
         lost: an unknown number of documents is lost beyond that: the file breaks off or cannot be opened.
         lost_bytes: of the unpacked file; 0 where nobody knows.
-        url: of a page.
+        url: of a page, or of a record whose field of this name the source keeps.
     """
 
     source: str

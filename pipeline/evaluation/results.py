@@ -132,8 +132,9 @@ def summary(results: Mapping[str, Any]) -> Iterator[str]:
     total = results["validation"]["overall"]
     scores = {name: f"{name.removesuffix(AFTER)} {value:.3f}" for name, value in total["baselines"].items()}
     seen = ", ".join(score for name, score in scores.items() if name not in ALONE)
-    yield (f"{total['bits_per_byte']:.4f} bits per byte on {total['documents']:,} of {total['of_documents']:,} "
-           f"validation documents ({total['tokens']:,} of {total['of_tokens']:,} tokens, {total['bytes']:,} bytes); "
+    yield (f"{total['bits_per_byte']:.4f} bits per byte on {total['documents']:,} of "
+           f"{counted(total['of_documents'], 'validation document')} "
+           f"({total['tokens']:,} of {total['of_tokens']:,} tokens, {total['bytes']:,} bytes); "
            f"given training text: {seen}; without: {', '.join(map(scores.__getitem__, ALONE))}")
     for source in results["validation"]["without_validation_text"]:
         yield f"the source {source} has no validation document and was not measured"

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from string import Formatter
 from typing import Any
 
-from drover.pipeline.core.console import duration, readable
+from drover.pipeline.core.console import counted, duration, readable
 from drover.pipeline.core.files import Record
 
 
@@ -29,8 +29,10 @@ def compact(value: float) -> str:
 ALL = "all"
 """A row with this in its first cell is a sum and is highlighted."""
 NONE = "–"
-FORMS: dict[str, Callable[[Any], str]] = {"B": readable, "s": duration, "k": compact}
-"""Formats that Python's format strings lack: bytes, seconds, and short forms of large numbers."""
+FORMS: dict[str, Callable[[Any], str]] = {
+    "B": readable, "s": duration, "k": compact, **{f"{word}s": partial(counted, word=word) for word in (
+        "document", "step")}}
+"""Formats that Python's format strings lack: bytes, seconds, short forms of large numbers, and numbers with a noun."""
 
 
 @dataclass(frozen=True)

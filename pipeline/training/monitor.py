@@ -19,6 +19,7 @@ from torch import Tensor
 from drover.model.generation.stream import generate
 from drover.pipeline.data.token_shards import ChosenDocuments, choose, open_shards
 from drover.pipeline.evaluation.bits_per_byte import ValidationBatches, ValidationText, measure
+from drover.pipeline.evaluation.scores import Measurement
 from drover.pipeline.parallel.blocks import compiles, uncompiled
 from drover.pipeline.parallel.context_parallel import full_losses
 from drover.pipeline.parallel.pipeline_parallel import parameter_names
@@ -83,6 +84,12 @@ class Validation(Hook):
         if missing := [source for source in measured if source not in finite]:
             loop.say(f"after step {loop.progress.step} the loss on the validation sample of {', '.join(missing)} is "
                      f"NaN")
+        if finite:
+            total = Measurement(*(sum(getattr(result, name) for result in finite.values())
+                                  for name in ("nats", "targets", "text_bytes")))
+            own = ", ".join(f"{source} {result.bits_per_byte:.4f}" for source, result in finite.items())
+            loop.say(f"after step {loop.progress.step} validation: loss {total.loss:.4f}, {total.bits_per_byte:.4f} "
+                     f"bits per byte{f' ({own})' * (len(finite) > 1)}")
         return {"validation_sample_bpb": {source: result.bits_per_byte for source, result in finite.items()},
                 "validation_sample_loss": {source: result.loss for source, result in finite.items()}}
 

@@ -28,7 +28,7 @@ def site(programs, monkeypatch):
 def test_what_it_prints_and_the_profile(site, tmp_path, capsys):
     path = tmp_path / "new/mine.yaml"
     assert printed(capsys, main, "--write", path, expect=0).splitlines() == [
-        "Slurm 24.11.5",
+        "Slurm 24.11.5, MaxArraySize 1001",
         "partition gpu*: 12 nodes with 96 cores, 1,031,000 MB, 8 GPUs; time limit 2-00:00:00",
         "", f"wrote {path}; use it with --cluster {path}"]
     assert path.read_text() == profile([GPU], requeue=False)

@@ -45,7 +45,12 @@ def checkpoints(config, name="mini"):
 
 def test_a_run_trains_and_says_so(fresh):
     """And what is logged, measured and saved on the way changes no loss."""
-    run_train(fresh, ranks=2)
+    output = run_train(fresh, ranks=2).stdout
+    measured = [(line["step"], *line["validation_sample_bpb"].values()) for line in lines(fresh)
+                if "validation_sample_bpb" in line]
+    for step, bits in measured:
+        assert re.search(f"after step {step} validation: loss [0-9.]+, {bits:.4f} bits per byte\n", output)
+    assert len(measured) > 1
     metrics, folder = lines(fresh), train_folder(fresh)
     assert [record["step"] for record in metrics] == list(range(1, 13))
     assert metrics[-1]["loss"] < 0.85 * metrics[0]["loss"]

@@ -429,9 +429,9 @@ def test_few_files_are_a_corpus_with_held_out_text(notes):
 
 
 @pytest.mark.parametrize(("flops", "minutes", "params", "limit", "depth"), table("""
-    1e11 -> 10 -> null -> epochs of your text -> 2
-    1e8 -> 0.1 -> null -> % of your text -> 2
-    1e11 -> 10 -> 30000000 -> epochs of your text -> 8""", float, float, json.loads, str, int))
+    1e11 -> 10 -> null -> epochs of the training text -> 2
+    1e8 -> 0.1 -> null -> % of the training text -> 2
+    1e11 -> 10 -> 30000000 -> epochs of the training text -> 8""", float, float, json.loads, str, int))
 def test_what_the_text_or_the_time_allows(notes, flops, minutes, params, limit, depth):
     result = propose(look(notes), flops, minutes, params)
     assert limit in result.epochs and result.shape.layers == depth and not result.shape.problems()

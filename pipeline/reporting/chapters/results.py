@@ -40,7 +40,7 @@ def validation(facts: Facts) -> Iterator[Block]:
     if not (result := facts.validation):
         return
     total = result["overall"]
-    yield filled("{overall[documents]:,} documents that training did not see, {overall[bytes]:,} bytes, "
+    yield filled("{overall[documents]:documents} that training did not see, {overall[bytes]:,} bytes, "
                  "{overall[targets]:,} tokens, in windows of {window:,} tokens. Bits per byte do not depend on the "
                  "tokenizer; lower is better.", result)
     bars = {**total["baselines"], facts.config.name: total["bits_per_byte"]}

@@ -7,18 +7,21 @@ from itertools import starmap
 from statistics import median
 
 from drover.pipeline.config.loading import dump_config
+from drover.pipeline.core.console import counted
 from drover.pipeline.data.sampling.consumption import AS_IF, many_epochs, repetition
 from drover.pipeline.evaluation.results import ALONE
 from drover.pipeline.records.metrics import reordered
 from drover.pipeline.reporting.document import NONE, Block, Notice, Table, Text, Tile, filled
 from drover.pipeline.reporting.facts import Facts, shareable
 
+FEW_DOCUMENTS = 10
+"""With fewer validation documents of a source, its figures depend on what these happen to be."""
 NAMES = {"unigram": "a unigram byte model"}
 TILES = (
-    ("validation bits per byte", "{total[bits_per_byte]:.3f}", "{total[bytes]:B}, {total[documents]:,} documents"),
+    ("validation bits per byte", "{total[bits_per_byte]:.3f}", "{total[bytes]:B}, {total[documents]:documents}"),
     ("validation perplexity", "{total[perplexity]:.2f}", "per token"),
     ("parameters", "{parameters:k}", "{model[non_embedding_parameters]:k} without embeddings"),
-    ("training tokens", "{tokens:k}", "{steps:,} steps, {most_epochs[0]:n} epochs of {most_epochs[1]}"),
+    ("training tokens", "{tokens:k}", "{steps:steps}, {most_epochs[0]:n} epochs of {most_epochs[1]}"),
     ("tokens per second", "{speed:k}", "median step, all ranks"),
     ("goodput", "{goodput:.1%}", "of the time since training first started"),
     ("run time", "{run_s:s}", "training {train_s:s}"))
@@ -35,6 +38,8 @@ NOTES = {
     "anomalies": "Steps with a loss or gradient norm that was NaN or far above those before: {skipped:,} skipped, "
                  "{spikes:,} trained on; {rollbacks:,} rollbacks removed samples. The curves show the applied updates; "
                  "the events are under Training.",
+    "few_documents": "The validation text is only {few_documents}, so its figures may not hold for other text. For "
+                     "more, raise shard.validation_share, or set shard.validation_rule to hash.",
     "without_validation_text": "No validation documents, and so no figures, for {without_validation_text}."}
 """The text for each fact, if it exists."""
 
@@ -75,6 +80,8 @@ def notices(facts: Facts) -> Iterator[Notice]:
     known = {
         **facts.validation, **counts, "reordered": reordered(facts.events), "changed_code": facts.changed_code,
         "spikes": spikes,
+        "few_documents": [f"{counted(own['documents'], 'document')} of {source}" for source, own in
+                          facts.validation.get("sources", {}).items() if own["documents"] < FEW_DOCUMENTS],
         "accepted": list(dict.fromkeys(shareable(change) for manifest in manifests for change in manifest.accepted)),
         "changed": [manifest.stage for manifest in manifests if manifest.git.get("changed")],
         "marks_as_spaces": facts.tokenizer.get("marks_as_spaces"),

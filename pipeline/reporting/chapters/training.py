@@ -26,7 +26,7 @@ from drover.pipeline.reporting.document import (
 from drover.pipeline.reporting.facts import Facts, shareable
 
 SAMPLE = ("Training measures the validation sample: the first documents of each source, {sample:,} tokens or a little "
-          "more. The finished model was measured on {overall[documents]:,} documents with {overall[targets]:,} "
+          "more. The finished model was measured on {overall[documents]:documents} with {overall[targets]:,} "
           "predicted tokens: those are the figures under Validation and at the top.")
 MOST_ROWS = 6
 """Steps in the table of the loss, and as many with a validation."""
@@ -56,7 +56,7 @@ def training(facts: Facts) -> Iterator[Block]:
     """The chapter: a summary, curves over the steps, figures, and events."""
     plan = PhasePlan.of(facts.config.train)
     phases = "; ".join(map(str, plan.phases)) if plan.declared else str(plan.phases[0]).partition(": ")[2]
-    yield filled("{steps:,} steps in {precision}, ranks: {ranks:,}, engine: {engine}. The last settings plan {plan}.",
+    yield filled("{steps:steps} in {precision}, ranks: {ranks:,}, engine: {engine}. The last settings plan {plan}.",
                  {**facts.counts("train"), "plan": phases})
     if facts.validation and facts.config.train.validation_every is not None:
         yield filled(SAMPLE, {**facts.validation, "sample": facts.config.train.validation_tokens})
