@@ -72,8 +72,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Series:
-    """A line: its name and points. faint: drawn in the background. errors: half of the height of a band around it at
-    each point."""
+    """A line: its name, "" for none in the legend, and points. faint: drawn in the background. errors: half of the
+    height of a band around it at each point."""
 
     name: str
     x: Sequence[float]
@@ -84,8 +84,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Lines:
-    """A chart of lines. unit: of its values. from_zero: they begin at 0. over: what x counts. A table has the values as
-    text."""
+    """A chart of lines, those without a name last. unit: of its values. from_zero: they begin at 0. over: what x
+    counts; log_x: on a logarithmic axis. A table has the values as text."""
 
     title: str
     unit: str
@@ -93,6 +93,7 @@ class Lines:
     note: str = ""
     from_zero: bool = False
     over: str = "step"
+    log_x: bool = False
 
     def __bool__(self) -> bool:
         return any(line.x for line in self.series)

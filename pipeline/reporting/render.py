@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -99,9 +99,10 @@ class Axis:
 
 def draw(chart: Lines) -> str:
     """The chart as an <svg> element for a page."""
+    series = [replace(line, x=[*map(math.log10, line.x)]) for line in chart.series] if chart.log_x else chart.series
     curves = [spread([(x, y) for x, y in zip(line.x, line.y, strict=True) if abs(y) < TOO_LARGE], MOST_POINTS)
-              for line in chart.series]
-    bands = [_band(line) for line in chart.series]
+              for line in series]
+    bands = [_band(line) for line in series]
     across = _axis([x for curve in curves for x, _ in curve], LEFT, RIGHT, 0.0)
     up = _axis([*(y for curve in [*curves, *bands] for _, y in curve), *([0.0] if chart.from_zero else [])],
                BOTTOM, TOP, 0.04)
@@ -110,10 +111,19 @@ def draw(chart: Lines) -> str:
               "colour": 0 if line.faint else 1 + (number - chart.series[0].faint) % COLOURS,
               "dashes": DASHES[number // COLOURS % len(DASHES)], "dots": not line.faint and len(curve) <= MOST_DOTS}
              for number, (line, curve, band) in enumerate(zip(chart.series, curves, bands, strict=True))]
-    x_ticks = [(across.at(tick), compact(tick)) for tick in across.ticks() if tick % 1 == 0]  # steps, tokens
+    x_ticks = ([(across.at(math.log10(tick)), compact(tick)) for tick in _log_ticks(across)] if chart.log_x else
+               [(across.at(tick), compact(tick)) for tick in across.ticks() if tick % 1 == 0])  # steps, tokens
     y_ticks = [(up.at(tick), compact(tick)) for tick in up.ticks()]
     return TEMPLATES.get_template("lines.svg.j2").render(
         chart=chart, lines=lines, left=LEFT, right=RIGHT, bottom=BOTTOM, x_ticks=x_ticks, y_ticks=y_ticks)
+
+
+def _log_ticks(axis: Axis) -> list[float]:
+    """Numbers such as 1, 2, 5 and 10 on an axis of logarithms; of many, the powers of ten."""
+    powers = range(math.floor(axis.low), math.ceil(axis.high) + 1)
+    factors = (1, 2, 5) if axis.high - axis.low < 2.5 else (1,)
+    return [tick for power in powers for factor in factors
+            if axis.low <= math.log10(tick := factor * 10.0**power) <= axis.high]
 
 
 def _band(line: Series) -> list[tuple[float, float]]:

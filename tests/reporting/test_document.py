@@ -87,6 +87,9 @@ CHARTS = {
                                    Series("b & <c>", STEPS, [4.0, math.inf, math.nan])], from_zero=True),
     "bands": Lines("Four", "", [Series("chance", STEPS, [0.25] * 3, faint=True),
                                 Series("score", STEPS, [0.2, 0.5, 0.9], errors=[0.1, 0.0, 0.3])], over="step"),
+    "rates": Lines("Six", "loss", [Series("a", [1e-3, 3e-3, 1e-2, 0.03], [3.0, 2.5, 2.0, 4.0]),
+                                   Series("law", [2e-3, 0.05], [2.0, 1.0], faint=True),
+                                   Series("", [1e-3, 0.5], [1.0, 2.0], faint=True)], log_x=True),
     "huge": Lines("Three", "tokens", [Series("x", [1, 10 ** 15], [1e299, -1e299])]),
     "nothing finite": Lines("Five", "nats", [Series("x", STEPS, [math.nan, math.inf, 1e308])])}
 
@@ -98,7 +101,7 @@ def test_a_chart_is_a_labelled_svg_in_the_pages_colours(name):
     assert root.get("aria-label") == chart.title
     assert not re.search(r"http|<style|<script|\bid=|nan|inf\b|#[0-9a-f]{6}\b", svg)
     texts = [text.text for text in root.iter("text")]
-    names = [line.name for line in chart.series] if len(chart.series) > 1 else []
+    names = [line.name for line in chart.series if line.name] if len(chart.series) > 1 else []
     assert {chart.unit or None, "step", *names} <= set(texts) and 2 <= len(texts) - len(names) <= 15
     points = [line.get("points").split() for line in root.findall("polyline")]
     assert [len(line) for line in points] == [sum(abs(y) < 1e300 for y in line.y) for line in chart.series]
@@ -106,3 +109,12 @@ def test_a_chart_is_a_labelled_svg_in_the_pages_colours(name):
     assert [len(band) for band in bands] == [2 * len(line.errors) for line in chart.series if line.errors]
     for x, y in (point.split(",") for line in [*points, *bands] for point in line):
         assert LEFT <= float(x) <= RIGHT and float(y) >= TOP
+
+
+def test_equal_ratios_are_equally_far_apart_on_a_logarithmic_axis():
+    root = ElementTree.fromstring(draw(Lines("", "", [Series("x", [0.01, 0.1, 1.0, 10.0], [1, 2, 3, 4])], log_x=True)))
+    points = [float(point.split(",")[0]) for point in root.find("polyline").get("points").split()]
+    third = (RIGHT - LEFT) / 3
+    assert points == pytest.approx([LEFT, LEFT + third, LEFT + 2 * third, RIGHT], abs=0.1)
+    places = {text.text: float(text.get("x")) for text in root.iter("text") if text.get("text-anchor") == "middle"}
+    assert [places[tick] for tick in ("0.01", "0.1", "1", "10")] == points
