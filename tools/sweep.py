@@ -38,15 +38,15 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue, PositiveFloat, ValidationError
+from pydantic import BeforeValidator, Field, JsonValue, PositiveFloat
 
 from drover.launch.local import find_machine
 from drover.launch.plan import process_environment
 from drover.launch.processes import POLL_S, kill_group, started, stop_requests
 from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.status import query
-from drover.pipeline.config.loading import load_config, place_of, read_yaml, refusal, shipped
-from drover.pipeline.config.section import Section, advice, identity, sentence
+from drover.pipeline.config.loading import load_config, read_section, refusal, shipped
+from drover.pipeline.config.section import Section, identity
 from drover.pipeline.config.training import read_tokens
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.locks import lock
@@ -199,13 +199,7 @@ def _data_key(config: Config) -> str:
 
 def read_sweep(path: Path) -> Sweep:
     """The sweep of a file. UserError names all that is wrong in it."""
-    tree = read_yaml(path, "Give the file of a sweep; `drover sweep --help` shows one.")
-    try:
-        given = SweepFile.model_validate(tree)
-    except ValidationError as error:
-        raise refusal([f"{place_of(tree, problem['loc'])}: " + sentence(
-            problem, ".".join(map(str, problem["loc"])), advice(str(problem["loc"][-1]), SweepFile.model_fields))
-            for problem in error.errors()], path) from None
+    given = read_section(path, SweepFile, "Give the file of a sweep; `drover sweep --help` shows one.")
     grid = [dict(zip(given.vary, values, strict=True)) for values in product(*given.vary.values()) if values]
     names = [*given.variants, *map(_name, grid)]
     settings = [*given.variants.values(), *grid]
@@ -335,11 +329,14 @@ def add_options(parser: Parser) -> None:
 def work(options: argparse.Namespace) -> int:
     """Train what is missing, and compare."""
     sweep = read_sweep(options.file)
-    cluster = options.cluster
+    status = 0 if options.status else train(sweep, options.cluster)
+    return status if status == INTERRUPTED else max(status, show(sweep, json_only=options.json))
+
+
+def train(sweep: Sweep, cluster: str) -> int:
+    """Do what is missing of a sweep; the exit status. UserError if another command works on it."""
     if cluster == "auto":
         cluster = "slurm" if shutil.which("sbatch") else "local"
-    if options.status:
-        return show(sweep, json_only=options.json)
     try:
         held = lock(sweep.folder, "sweep", "The sweep")
     except UserError as error:
@@ -353,8 +350,7 @@ def work(options: argparse.Namespace) -> int:
                 echo(f"All runs need what {due[0].config.folder} makes. Give the same command again when its jobs are "
                      f"done.")
                 return 0
-        status = carry_out(sweep, sweep.runs(), cluster)
-        return status if status == INTERRUPTED else max(status, show(sweep, json_only=options.json))
+        return carry_out(sweep, sweep.runs(), cluster)
 
 
 def show(sweep: Sweep, *, json_only: bool) -> int:

@@ -25,9 +25,9 @@ from drover.pipeline.config.checks import problems
 from drover.pipeline.config.explaining import suggestion
 from drover.pipeline.config.kinds import Kind, left_out, load_plugins
 from drover.pipeline.config.optimizers import optimizer_kind
-from drover.pipeline.config.section import local_path, sections_in, sentence, sentences, shortened
+from drover.pipeline.config.section import advice, local_path, sections_in, sentence, sentences, shortened
 from drover.pipeline.config.shipped import FILTERS, SINKS
-from drover.pipeline.config.tree import Config
+from drover.pipeline.config.tree import Config, Part
 from drover.pipeline.core.errors import REPOSITORY, UserError, listed, meant, refusals
 from drover.pipeline.core.files import Record, read_bytes, read_json, sealed_text, sha256_json, typed, write_text
 from drover.pipeline.storage.model_hub import hub_folder, names_the_hub, pinned
@@ -210,6 +210,18 @@ def read_yaml(path: Path, advice: str = "Give an existing file.") -> Tree:
     if not isinstance(tree, dict | None):
         raise UserError(f"{path} does not hold a mapping of settings, but a {type(tree).__name__}.")
     return tree or {}
+
+
+def read_section(path: Path, kind: type[Part], otherwise: str) -> Part:
+    """A file that is one section, such as a sweep's; UserError for all that is wrong in it. otherwise: what to do if
+    the file is missing."""
+    tree = read_yaml(path, otherwise)
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise refusal([f"{place_of(tree, problem['loc'])}: " + sentence(
+            problem, ".".join(map(str, problem["loc"])), advice(str(problem["loc"][-1]), kind.model_fields))
+            for problem in error.errors()], path) from None
 
 
 def _parsed(text: str, name: str) -> Any:
