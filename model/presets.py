@@ -1,6 +1,7 @@
 """The shapes of the published Llamas, by name, and a ladder of small models for experiments. Without torch."""
 
 import difflib
+import math
 from functools import partial
 
 from drover.model.config import ModelConfig, RopeScaling
@@ -51,6 +52,14 @@ LADDER = [_step(*sizes) for sizes in (
 """Shapes from small to large. Up to 12 blocks the width is 64 times the depth: the ratio itself matters little (Kaplan
 et al. 2020, figure 5). Then come sizes of published models: GPT-2's 12 x 768 and 24 x 1024, Llama's 16 x 2048 (3.2 1B),
 28 x 3072 (3.2 3B) and 32 x 4096 (7B), SmolLM2's 24 x 2048 (1.7B)."""
+SMALLEST = _step(1, 64)
+"""The step below them: one head. It learns too little to be of use, but in seconds, as the first of an experiment."""
+
+
+def step_near(parameters: int, vocabulary: int) -> ModelConfig:
+    """The step that has, with a vocabulary of so many ids, about so many parameters: next to it as a ratio."""
+    return min((step.with_vocabulary(vocabulary) for step in [SMALLEST, *LADDER]),
+               key=lambda step: abs(math.log(step.parameter_count / parameters)))
 
 
 def _extended(base: ModelConfig, factor: float, tied: bool = False) -> ModelConfig:

@@ -29,6 +29,7 @@ from typing import Any
 import yaml
 
 from drover.launch.local import find_machine
+from drover.launch.plan import Machine
 from drover.model.config import ModelConfig
 from drover.model.presets import LADDER
 from drover.pipeline.config.data import ShardConfig
@@ -157,11 +158,8 @@ class Proposal:
         return min(TrainConfig().micro_batch, self.batch_tokens // self.shape.context_length // self.ranks)
 
     def seconds(self, flops: float) -> float:
-        """Seconds that training takes at `flops` FLOP/s: its start, steps and validation. Muon's iterations multiply 30
-        times the width's cube, and 12 times with the feed-forward width, for each of 5 and each layer."""
-        shape = self.shape
-        update = 5 * shape.layers * shape.dim**2 * (30 * shape.dim + 12 * shape.hidden) if self.muon else 0
-        step = self.batch_tokens * shape.flops_per_token(shape.context_length, causal=False) + update
+        """Seconds that training takes at `flops` FLOP/s: its start, steps and validation."""
+        step = step_flops(self.shape, self.batch_tokens, self.shape.context_length, muon=self.muon)
         return START_S + (1 + VALIDATION) * self.steps * step / flops
 
     def expected(self, gzip_bits: float) -> str:
@@ -169,6 +167,13 @@ class Proposal:
         bits = gzip_bits * BITS * (self.wanted * self.token_bytes / BITS_AT) ** -BITS_POWER
         return (f"about {bits:.2f} bits per byte of validation text, between {bits * (1 - BITS_RANGE):.2f} and "
                 f"{bits * (1 + BITS_RANGE):.2f}, by a rule from small models trained on 1 to 10 MB ({BITS_RULE})")
+
+
+def step_flops(shape: ModelConfig, batch_tokens: int, length: int, *, muon: bool) -> float:
+    """FLOP of an optimizer step on sequences of `length` tokens. Muon's iterations multiply 30 times the width's cube,
+    and 12 times with the feed-forward width, for each of 5 and each layer."""
+    update = 5 * shape.layers * shape.dim**2 * (30 * shape.dim + 12 * shape.hidden) if muon else 0
+    return batch_tokens * shape.flops_per_token(length, causal=False) + update
 
 
 def add_options(parser: Parser) -> None:
@@ -200,7 +205,7 @@ def work(options: argparse.Namespace) -> None:
     if target.exists():
         raise UserError(f"{target} is there already. Give another name with --to, or remove it.")
     corpus, machine = look(options.data), find_machine()
-    rate = machine.gpus * GPU_FLOPS or CPU_SHARE * machine.cores * matrix_rate()
+    rate = training_rate(machine)
     ranks = 1 if machine.gpus else min(MOST_RANKS, 2 ** int(math.log2(machine.cores)))
     proposal = propose(corpus, rate, options.minutes, options.params, ranks)
     own = _name(target.with_suffix(""))
@@ -228,6 +233,11 @@ def work(options: argparse.Namespace) -> None:
          f"{target} is written. Read it, then:\n"
          f"  drover run {shlex.quote(str(target))} --cluster local{note}\n"
          f"  drover chat {name} --interactive")
+
+
+def training_rate(machine: Machine) -> float:
+    """FLOP/s at which a machine trains, about."""
+    return machine.gpus * GPU_FLOPS or CPU_SHARE * machine.cores * matrix_rate()
 
 
 def matrix_rate() -> float:
