@@ -1,8 +1,8 @@
 """Train a ladder of small models, fit laws to their losses, and predict a larger training, which is then done.
 
-    drover ladder configs/ladder_demo.yaml --plan
-    drover ladder configs/ladder_demo.yaml
-    drover ladder configs/ladder_demo.yaml --json
+    drover ladder configs/experiments/ladder.yaml --plan
+    drover ladder configs/experiments/ladder.yaml
+    drover ladder configs/experiments/ladder.yaml --json
 
 The file names a configuration (`base`), sizes, tokens, learning rates, seeds, and the larger training (`predict`). Each
 combination is an ordinary run, and all share the text and tokens of one. The loss is that of validation text after
