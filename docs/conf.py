@@ -133,8 +133,8 @@ def _entry(key: str, entry: str) -> Iterator[str]:
 
 def _escaped(text: str) -> str:
     """Plain text as Markdown; what is code stays."""
-    if kind := re.match(r"type: (.*?)   default: (.*?)(?:   now: (.*))?$", text):
-        return f"type `{kind[1]}`, default `{kind[2]}`" + (f", now `{kind[3]}`" if kind[3] else "")
+    if kind := re.match(r"type: (.*?)   default: (.*?)(?:   configured: (.*))?$", text):
+        return f"type `{kind[1]}`, default `{kind[2]}`" + (f", configured `{kind[3]}`" if kind[3] else "")
     return re.sub(r"`[^`]*`|[<>*_|\[\]]", lambda part: part[0] if part[0][0] == "`" else f"\\{part[0]}", text)
 
 

@@ -2,7 +2,7 @@
 
     drover status                      every run under runs/
     drover status demo                 one run, its stages
-    drover status runs/demo --watch    redrawn every 5 seconds, to the end of the chain
+    drover status runs/demo --watch    redrawn until the chain has ended
 
 `python launch/status.py --run demo` does the same. A run's own files count first, then squeue and sacct. Nothing is
 written. Exit status: 0 shown (--watch: all stages are done), 1 with --watch: nothing will continue by itself, and not

@@ -164,7 +164,7 @@ RUN = """Run the stages, on this machine or through Slurm. Stages that are done 
 
     drover run configs/demo.yaml
     drover run configs/demo.yaml train.steps=50
-    drover run configs/demo.yaml --stage train,convert name=trial reuse=runs/demo train.lr=1e-3
+    drover run configs/demo.yaml --stage train name=trial reuse=runs/demo
     drover run configs/llama3_8b.yaml --nodes 4 --gpus-per-node 8 --cluster ours
 """
 INTERRUPTED = "stopped before anything was started"

@@ -1,6 +1,6 @@
 """Score the checkpoints of a run, while it trains or afterwards.
 
-    drover evaluate demo --watch     each one when it appears, until training is done
+    drover evaluate demo --watch     each when it appears, until training ends
     drover evaluate demo             those that are there
 
 The checkpoints at multiples of `evaluate.every` steps are scored in order, as the stage evaluate scores the finished

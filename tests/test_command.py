@@ -29,9 +29,11 @@ def test_help_and_completion_import_little(arguments, expected, absent, tmp_path
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_every_command_has_help_and_refuses_a_wrong_option(name, capsys):
+def test_every_command_has_help_and_refuses_a_wrong_option(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     refused(SystemExit, "^0$", main, [name, "--help"])
-    assert capsys.readouterr().out.startswith(f"usage: drover {name}")
+    output = capsys.readouterr().out
+    assert output.startswith(f"usage: drover {name}") and max(map(len, output.split("\n"))) <= 80
     refused(SystemExit, "^2$", main, [name, "--hlep"])
     assert capsys.readouterr().err == "error: there is no option --hlep; did you mean '--help'?\n"
 

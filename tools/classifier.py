@@ -1,6 +1,6 @@
 """Train a model for the filter `classifier` on good and bad documents.
 
-    drover classifier train --good books/ articles.jsonl --bad web/ --out quality.bin
+    drover classifier train --good books/ --bad web/ --out quality.bin
 
 Paths are files that a source of `kind: files` reads, or folders of them; fields that hold HTML are read as with `html:
 fields`. One document in ten, chosen by the hash of its

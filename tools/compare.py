@@ -2,7 +2,7 @@
 
     drover compare HuggingFaceTB/SmolLM2-135M --tasks python_line
     drover compare runs/demo runs/trial/convert/hf --tasks python_line
-    drover compare runs/demo/train/checkpoints/step-* --tasks python_line --validation runs/demo
+    drover compare runs/demo/train/checkpoints/step-* --tasks python_line
     drover compare runs/demo runs/trial --page compare.html
 
 A model is a run (its export or, before that is made, its newest checkpoint), a training checkpoint inside a run, or a

@@ -30,8 +30,8 @@ VOCABULARY = 32000
 """Ids, for presets that take the tokenizer's."""
 TABLES = (
     {"parameters": "{parameters:,}", "blocks": "{layers}", "width": "{dim:,}", "heads": "{heads}",
-     "KV heads": "{kv_heads}", "head size": "{head_width}", "feed-forward": "{hidden:,}"},
-    {"context": "{context_length:,}", "KV cache a token": "{cache_of_token:,} B",
+     "KV heads": "{kv_heads}", "feed-forward": "{hidden:,}"},
+    {"head size": "{head_width}", "context": "{context_length:,}", "KV cache a token": "{cache_of_token:,} B",
      "at full context": "{cache_of_context:,.3f} GiB"},
     {"FLOPs a token": "{flops_per_token:.3e}", "bf16 weights": "{gb_in_16_bits:,.2f} GB",
      "training state": "{training_gb:,.2f} GB"})

@@ -2,7 +2,7 @@
 
     drover rehearse configs/llama3_8b.yaml --ranks 128
     drover rehearse configs/llama3_405b.yaml --ranks 16384 --rank 8192
-    drover rehearse configs/llama3_8b.yaml --ranks 128 train.sequence_length=32768 --memory 80
+    drover rehearse configs/llama3_8b.yaml --ranks 128 --memory 80
 
 The real engine takes one step on tensors without contents, in a process group that sends nothing. It does so for rank
 0, or for the first, a middle and the last rank of a pipeline, or for those of --rank. Each rank takes seconds to a

@@ -1,7 +1,7 @@
 """Train variants of a run with several seeds, and say which of them is better than the baseline.
 
-    drover sweep configs/rates.yaml              train what is missing, then compare
-    drover sweep configs/rates.yaml --status     compare what is done, and start nothing
+    drover sweep configs/rates.yaml             train the rest, compare
+    drover sweep configs/rates.yaml --status    compare what is done
 
 The file names a configuration, what varies, the seeds, and perhaps what each run may use:
 
@@ -10,7 +10,7 @@ The file names a configuration, what varies, the seeds, and perhaps what each ru
     variants: {narrow: {model.dim: 96}}
     seeds: [0, 1, 2]
     baseline: lr-0.01                 # default: base, the configuration itself
-    budget: {tokens: 1M}              # or flops, or seconds of training on this machine
+    budget: {tokens: 1M}              # or flops, or seconds of training here
 
 `vary` makes a grid of all its lists. Each run is an ordinary run in RUNS/NAME/, where NAME is the file's. Data stages
 run once for all variants that share their settings. The same command continues after any end, and trains variants and

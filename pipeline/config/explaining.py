@@ -23,7 +23,7 @@ from drover.pipeline.core.errors import UserError
 ELSEWHERE = {
     "train": "training",
     "train.steps": "max_steps num_steps total_steps train_steps num_train_steps train_iters max_iters num_iterations "
-                   "iterations epochs num_epochs num_train_epochs target_param_data_ratio max_tokens",
+                   "iterations epochs num_epochs num_train_epochs target_param_data_ratio target_flops max_tokens",
     "train.sequence_length": "seq_len seq_length max_seq_len max_seq_length block_size max_length context_length "
                              "max_context_length",
     "train.batch_tokens": "batch_size global_batch_size train_batch_size global_batch total_batch_size "
@@ -35,9 +35,11 @@ ELSEWHERE = {
     "train.optimizer": "optim optimiser optim_type optimizer_type optimizer_name",
     "train.optimizer_settings": "optimizer_args optimizer_kwargs optim_args optimizer_params momentum nesterov",
     "train.param_groups": "lr_factors lr_multipliers lr_mult lr_scales",
-    "train.lr": "learning_rate max_lr peak_lr base_lr max_learning_rate matrix_lr embedding_lr unembedding_lr",
-    "train.min_lr_share": "min_lr min_learning_rate lr_min final_lr min_lr_ratio lr_end min_lr_factor",
-    "train.warmup_steps": "warmup warmup_iters num_warmup_steps lr_warmup_steps lr_warmup_iters warmup_ratio",
+    "train.lr": "learning_rate max_lr peak_lr base_lr max_learning_rate matrix_lr embedding_lr unembedding_lr "
+                "scalar_lr",
+    "train.min_lr_share": "min_lr min_learning_rate lr_min final_lr min_lr_ratio lr_end min_lr_factor final_lr_frac",
+    "train.warmup_steps": "warmup warmup_iters num_warmup_steps lr_warmup_steps lr_warmup_iters warmup_ratio "
+                          "lr_warmup_fraction",
     "train.schedule": "lr_scheduler lr_scheduler_type lr_schedule scheduler lr_decay_style decay_type",
     "train.decay_steps": "warmdown_ratio lr_decay_steps lr_decay_iters cooldown_steps decay_iters decay_ratio",
     "train.beta1": "adam_beta1 beta_1 b1 betas",
@@ -47,29 +49,31 @@ ELSEWHERE = {
     "train.clip_norm": "grad_clip max_grad_norm clip_grad gradient_clip gradient_clipping gradient_clip_val "
                        "clip_grad_norm max_norm clip",
     "train.precision": "dtype mixed_precision bf16 fp16 fp8 float8 amp param_dtype mixed_precision_param "
-                       "mixed_precision_reduce",
-    "train.activation_checkpointing": "gradient_checkpointing activation_checkpoint recompute recompute_granularity ac",
+                       "mixed_precision_reduce torch_dtype",
+    "train.activation_checkpointing": "gradient_checkpointing activation_checkpoint recompute recompute_granularity "
+                                      "recompute_activations selective_ac_option ac",
     "train.attention": "attn_implementation attention_backend attn_type attn_impl",
     "train.flash": "flash_attention use_flash_attn flash_attn",
     "train.compile": "torch_compile",
     "train.loader_threads": "num_workers dataloader_num_workers",
     "train.log_every": "log_interval logging_steps log_freq log_every_n_steps",
-    "shard.validation_share": "heldout_share val_share val_ratio valid_split val_split validation_split",
+    "shard.validation_share": "heldout_share val_share val_ratio valid_split val_split validation_split split "
+                              "validation_split_percentage validation_file val_data_path",
     "shard.validation_rule": "heldout_rule",
-    "train.validation_tokens": "heldout_tokens eval_tokens val_tokens",
+    "train.validation_tokens": "heldout_tokens eval_tokens val_tokens eval_iters",
     "evaluate.validation_tokens": "heldout_tokens",
     "train.validation_every": "validator validation heldout_every eval_every eval_interval eval_steps "
-                              "val_check_interval val_interval",
-    "train.checkpoint.every_steps": "checkpoint save_every save_steps save_interval checkpoint_every "
+                              "val_check_interval val_interval eval_strategy evaluation_strategy",
+    "train.checkpoint.every_steps": "checkpoint save_every save_steps save_interval save_strategy checkpoint_every "
                                     "checkpoint_interval interval",
     "train.checkpoint.keep": "save_total_limit keep_last keep_latest_k",
-    "train.init_from": "initial_load_path",
+    "train.init_from": "initial_load_path initial_checkpoint_dir model_name_or_path load",
     "train.profile": "profiling profiler enable_profiling profile_freq",
-    "train.log_to": "enable_tensorboard enable_wandb report_to",
+    "train.log_to": "enable_tensorboard enable_wandb report_to logger_name",
     "train.guards": "spike_detection",
     "train.mixture": "data_mix data_weights mixture_weights weights",
-    "model.preset": "flavor",
-    "model.dim": "hidden_size d_model n_embd emb_dim embed_dim width",
+    "model.preset": "flavor model_name model_config config_name",
+    "model.dim": "hidden_size d_model n_embd emb_dim embed_dim width aspect_ratio",
     "model.layers": "num_layers n_layers n_layer num_hidden_layers depth",
     "model.heads": "num_heads n_heads n_head num_attention_heads",
     "model.kv_heads": "num_key_value_heads n_kv_heads num_kv_heads num_query_groups",
@@ -79,6 +83,7 @@ ELSEWHERE = {
     "model.context_length": "max_position_embeddings max_seq_len seq_len seq_length block_size context_size n_ctx "
                             "sequence_length",
     "model.rope_theta": "rope_base rotary_base",
+    "model.sliding_window": "window_pattern window_size",
     "model.tied_embeddings": "tie_word_embeddings tie_embeddings weight_tying",
     "model.norm_eps": "rms_norm_eps norm_epsilon layer_norm_eps",
     "convert.average": "ema ema_decay checkpoint_averaging weight_averaging swa polyak",
@@ -98,20 +103,27 @@ ELSEWHERE = {
     "parallel.offload": "cpu_offload enable_cpu_offload",
     "parallel.reshard": "reshard_after_forward fsdp_reshard_after_forward",
     "shard": "data dataset datasets",
-    "shard.sources": "data dataset datasets corpus",
-    "tokenizer.path": "tokenizer_path model_path tokenizer_model name_or_path hf_assets_path",
+    "shard.sources": "data dataset datasets corpus dataset_path dataset_name data_path data_dir train_data_path "
+                     "train_file",
+    "tokenizer.path": "tokenizer_path model_path tokenizer_model name_or_path hf_assets_path tokenizer_dir "
+                      "tokenizer_name vocab_file",
+    "tokenizer.kind": "tokenizer_type",
     "tokenizer.vocab_size": "vocabulary_size",
     "launch": "slurm cluster launcher",
     "launch.cpus": "cpus_per_task",
     "launch.mem": "memory memory_gb mem_gb",
     "launch.time": "time_minutes timeout walltime time_limit",
-    "launch.gpus_per_node": "gpus ngpus_per_node",
+    "launch.gpus_per_node": "gpus ngpus_per_node devices",
     "launch.train.nodes": "nodes num_nodes nnodes",
-    "launch.processes": "nproc_per_node num_processes world_size",
+    "launch.processes": "nproc_per_node num_processes world_size preprocessing_num_workers",
     "evaluate": "eval evaluation lm_eval",
     "evaluate.tasks": "task",
+    "evaluate.batch": "per_device_eval_batch_size eval_batch_size",
+    "evaluate.every": "core_metric_every",
+    "evaluate.task_limit": "core_metric_max_per_task",
     "runs_dir": "output_dir out_dir save_dir checkpoint_dir work_dir root dump_folder",
-    "name": "run_name experiment experiment_name exp_name",
+    "name": "run run_name model_tag experiment experiment_name exp_name resume resume_from_step resume_from_checkpoint "
+            "overwrite_output_dir",
     "seed": "random_seed manual_seed",
 }
 """Our key: names of the same or nearly the same setting in transformers, torchtitan, Megatron-LM, nanoGPT, litgpt,
@@ -122,7 +134,8 @@ MEANINGS = {
     "train.min_lr_share": "a share of lr", "train.steps": "optimizer steps, not epochs",
     "train.warmup_steps": "in steps", "train.decay_steps": "in steps", "train.precision": "fp32, bf16 or fp8",
     "model.preset": "`drover presets` lists them", "shard.sources": "a list, such as [{kind: hf, dataset: ...}]",
-    "train.optimizer": "in lower case",
+    "train.optimizer": "in lower case", "train.beta1": "the second one is train.beta2",
+    "name": "the same command continues the run of this name", "model.sliding_window": "in tokens",
 }
 WITHOUT_MEANING = ("name", "type", "kind", "mode", "enable", "freq")
 """Names that say nothing without their section."""
@@ -219,7 +232,7 @@ def _entries(section: type[BaseModel], value: Any, prefix: str, execution: bool 
             continue
         default = "required" if field.is_required() else repr(field.get_default(call_default_factory=True))
         items = current if isinstance(current, list) and current and isinstance(current[0], BaseModel) else []
-        now = "" if value is None else f"   now: {f'{len(items)} item(s), below' if items else repr(current)}"
+        now = "" if value is None else f"   configured: {f'{len(items)} item(s), below' if items else repr(current)}"
         stale = "\n  (the path makes nothing stale; the content does)" if name in EXTERNAL else \
             "\n  (how the work is done; never makes a finished stage stale)" if how else ""
         yield key, f"{key}\n  {text}\n  type: {kind}   default: {default}{now}{stale}"

@@ -29,11 +29,12 @@ def optimizer_kind(name: str) -> OptimizerKind:
     if ":" not in name:
         hint = meant(name, OPTIMIZERS, setting="train.optimizer=")
         raise UserError(f"train.optimizer '{name}' is not known{f'; {hint}' if hint else '.'} "
-                        f"Take {', '.join(OPTIMIZERS)}, or write module:NAME of an OptimizerKind of your own.")
+                        f"Take {', '.join(OPTIMIZERS)}, or write my_module:NAME for one of your own: "
+                        f"docs/extending.md.")
     kind = imported(name, "train.optimizer")
     if not isinstance(kind, OptimizerKind):
-        raise UserError(f"train.optimizer '{name}' is not an OptimizerKind. Name one, such as OptimizerKind('{name}'). "
-                        f"pipeline/training/optimizers.py explains it.")
+        raise UserError(f"train.optimizer '{name}' does not say how it is used. In a module of your own write MINE = "
+                        f"OptimizerKind('{name}'), and train.optimizer=my_module:MINE (docs/extending.md).")
     return kind
 
 

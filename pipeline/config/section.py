@@ -214,6 +214,8 @@ def shortened(text: str, most: int = 300) -> str:
     return text if len(text) <= most else f"{text[:most - 3]}..."
 
 
+COMMA = {"float_type": ".", "int_type": ""}
+"""By the kind of pydantic's error, what stands for the comma in a number."""
 HINTS = {"string_type": "; write it in quotes", "list_type": "; write [a, b]"}
 """By the kind of pydantic's error, what helps."""
 
@@ -227,11 +229,15 @@ def sentence(problem: Any, key: str, instead: str) -> str:
     if kind == "missing":
         return f"'{key}' is missing."
     message = shortened(problem["msg"].removeprefix("Value error, "), 1000).rstrip(".")
+    if kind == "model_type":
+        message = "this is a section; write its settings below it, indented, or leave it out"
     message += HINTS.get(kind, "") * (not isinstance(given, dict))
     if kind in ("literal_error", "union_tag_invalid"):
         tag = problem["ctx"].get("tag")
         choices = re.findall("'(.*?)'", message.rpartition(":")[2])
         message += f"; {meant(tag or str(given), choices, setting=f'{key}.kind=' if tag else f'{key}=')}".rstrip("; ")
+    if kind in COMMA and re.fullmatch(r"-?\d+(,\d+)+", str(given)):
+        message += f"; write {given.replace(',', COMMA[kind])}"
     if given == 0 and re.search("(?<!log_)every", key):
         message += "; null switches it off"
     if kind == "value_error":

@@ -396,7 +396,9 @@ class Program:
 
     def parser(self, name: str = "") -> Parser:
         """Its parser. name: the command that starts it, if it is not `self.name`."""
-        parser = Parser(prog=name or self.name, description=self.doc,
+        width = min(120, shutil.get_terminal_size().columns - 2)
+        doc = re.sub(r"(?m)^\S.*(\n\S.*)*", lambda part: textwrap.fill(part[0], width), self.doc or "")
+        parser = Parser(prog=name or self.name, description=doc,
                         formatter_class=argparse.RawDescriptionHelpFormatter)
         self.options(parser)
         return parser

@@ -25,7 +25,7 @@ encode: {dtype: uint16}
     path = written(text)
     message = refusal(path, "parallel.tp=two", check=False)
     assert message.startswith("4 problems")
-    for expected in (f"{path}:2: unknown key 'nmae'; did you mean 'name'?", f"{base}:3: unknown key 'shard.nmae'",
+    for expected in (f"{path}:2: unknown key 'nmae'; did you mean 'name'", f"{base}:3: unknown key 'shard.nmae'",
                      f"{path}:5: 'train.lr' is 'fast'", "the command line (parallel.tp=two): 'parallel.tp'"):
         assert expected in message, message
     message = refusal(written(text.replace("nmae: x\nbase: base.yaml", "").replace("fast", "1")))
@@ -36,6 +36,15 @@ encode: {dtype: uint16}
                      "holds ids up to 65535, but the vocabulary of the tokenizer has 70016",
                      "train.sample_tokens 128 leaves no room"):
         assert expected in message, message
+
+
+def test_combinations_have_the_places_of_what_files_say(written):
+    base = written("train: {schedule: wsd, decay_steps: 200}\nmodel: {context_length: 256}\n", "base.yaml")
+    path = written("base: base.yaml\ntrain:\n  warmup_steps: 1\n  steps: 100\n")
+    message = refusal(path, "train.sample_tokens=300")
+    assert (f"is more than train.steps 100. Take fewer, or train for more steps. (Written: train.warmup_steps in "
+            f"{path}:3, train.decay_steps in {base}:1, train.steps in {path}:4.)") in message
+    assert f"(Written: model.context_length in {base}:2.)" in message, "overrides are on the screen"
 
 
 @pytest.mark.parametrize(("value", "steps"), table("""

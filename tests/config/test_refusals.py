@@ -61,6 +61,14 @@ train.phases=[{lr: 1, until: many}] -> 'train.phases.0.until' is 'many'
 train.steps=7; train.phases=[{until: 20k}] -> train.steps 7 is not the number of steps in train.phases, 2. Leave it out
 train.prompts=[a]; train.prompts.1=b -> the list train.prompts has 1 items, counted from 0
 
+train.lr=0,01 -> is '0,01' (str): input should be a valid number; write 0.01.
+train= -> 'train' is None (NoneType): this is a section; write its settings below it, indented, or leave it out.
+final-lr-frac=0.1 -> did you mean 'train.min_lr_share' (a share of lr)?
+window-pattern=L -> did you mean 'model.sliding_window' (in tokens)?
+run=d24 -> did you mean 'name' (the same command continues the run of this name)?
+training.dataset_path=x -> did you mean 'shard.sources'
+train.betas=[1, 2] -> did you mean 'train.beta1' (the second one is train.beta2)?
+model_name_or_path=x -> did you mean 'train.init_from'?
 train.learning_rate=1 -> unknown key 'train.learning_rate'; did you mean 'train.lr'?
 train.lrr=1 -> unknown key 'train.lrr'; did you mean 'train.lr'?
 train.batch_size=1 -> did you mean 'train.batch_tokens' (counted in tokens
@@ -120,10 +128,10 @@ train.attention=flash -> train.attention 'flash' is not known. Take auto, sdpa, 
 convert.average=[4, 2] -> [4, 2]: name each step once, in order, and none above train.steps 1000.
 convert.average=[2, 2000] -> [2, 2000]: name each step once, in order, and none above train.steps 1000.
 
-train.optimizer=sgd -> train.optimizer 'sgd' is not known. Take adamw, muon, or write module:NAME
+train.optimizer=sgd -> train.optimizer 'sgd' is not known. Take adamw, muon, or write my_module:NAME for
 train.optimizer=nowhere.lion:LION -> LION, which cannot be imported (ModuleNotFoundError: No module
 train.optimizer=tests.training.outside:LION -> (AttributeError: module 'tests.training.outside' has no attribute 'LION')
-train.optimizer=tests.training.outside:sgd -> is not an OptimizerKind. Name one
+train.optimizer=tests.training.outside:sgd -> write MINE = OptimizerKind('tests.training.outside:sgd'), and train.optim
 train.optimizer=muon; parallel.engine=deepspeed -> train.optimizer 'muon' works under parallel.engine fsdp2, not \
 'deepspeed', which flattens the weights. Take parallel.engine=fsdp2, or train.optimizer=adamw.
 train.optimizer=tests.training.outside:SGD; parallel.engine=deepspeed -> not 'deepspeed', which flattens

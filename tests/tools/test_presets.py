@@ -19,6 +19,7 @@ def test_the_table_has_every_preset_with_its_numbers(capsys):
         for name, *values in lines:
             cells.setdefault(name, []).extend(values)
     assert {"8,030,261,248", "5.791e+10"} <= {*cells["llama3_8b"]}
+    assert max(len(line) for one in tables for line in one.splitlines()) <= 80
     assert {"131,072", "16.000", "16.06", "128.48"} <= {*cells["llama3.1_8b"]}  # 16 bytes a parameter in training
 
 

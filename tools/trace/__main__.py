@@ -22,7 +22,7 @@ def add_options(parser: Parser) -> None:
     """The options."""
     add_run_and_plugins(parser)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--step", type=int, help="optimizer step, counted from 1 as in metrics.jsonl")
+    what.add_argument("--step", type=int, metavar="N", help="optimizer step, counted from 1 as in metrics.jsonl")
     what.add_argument("--samples", type=int, nargs=2, metavar=("FIRST", "END"),
                       help="samples [FIRST, END) instead of a step, e.g. those that a rollback left out")
     what.add_argument("--document", metavar="KEY", help="the document with this key, or with these first digits")

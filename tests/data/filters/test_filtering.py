@@ -205,11 +205,12 @@ def test_a_wrong_external_filter_is_refused_before_anything_starts(mine, capsys,
 
 def test_explain_shows_the_settings_of_an_external_filter_and_imports_it_only_then(mine):
     config = load_config(mine)
-    assert "now: 'my_filters:Mine'" in explain(config, "shard") and "my_filters" not in sys.modules
+    assert "configured: 'my_filters:Mine'" in explain(config, "shard") and "my_filters" not in sys.modules
     settings = explain(config, "shard.filters.0")
-    for text in ("shard.filters.0.large\n  How many letters to write large.\n  type: int, ge=0   default: 0   now: 1",
-                 "default: required   now: 'bad'", "shard.filters.0.sources\n  Names of the sources whose documents",
-                 "(no text stands under it)\n  type: list[str]   default: []   now: []"):
+    for text in ("shard.filters.0.large\n  How many letters to write large.\n  type: int, ge=0   default: 0   "
+                 "configured: 1", "shard.filters.0.sources\n  Names of the sources whose documents",
+                 "default: required   configured: 'bad'",
+                 "(no text stands under it)\n  type: list[str]   default: []   configured: []"):
         assert text in settings, settings
     assert explain(config, "shard.filters.0.large") in settings
 
