@@ -127,8 +127,9 @@ def plan(config: Config, run: Run, stages: list[str], options: Options) -> list[
         jobs.append(_on_slurm(job, config, options) if slurm else _on_this_machine(job, config, options.machine))
         if stage == "train" and slurm and job.to_run and config.evaluate.every:
             # It scores checkpoints, with what the stage evaluate requests.
-            watch = replace(job, stage="evaluate", name=f"{config.name}-{WATCH}", dependencies=("train",), command=(
-                job.command[0], "-m", "drover.pipeline.watch", job.run, "--watch", "--config", file))
+            watch = replace(job, state=State("absent"), stage="evaluate", name=f"{config.name}-{WATCH}",
+                            dependencies=("train",), command=(job.command[0], "-m", "drover.pipeline.watch", job.run,
+                                                              "--watch", "--config", file))
             jobs.append(replace(_on_slurm(watch, config, options), stage=WATCH))
     return jobs
 

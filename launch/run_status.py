@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from drover.launch.slurm.chain import JobChain, read_chain
 from drover.launch.slurm.scheduler import EXPECTED, NEVER, UNKNOWN, JobInfo
-from drover.pipeline.config.loading import OF_A_STAGE, read_without_plugins
+from drover.pipeline.config.loading import read_without_plugins, recorded_stages
 from drover.pipeline.contract.manifest import STARTED, Manifest, read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
@@ -152,8 +152,7 @@ def read_run(folder: Path) -> RunFiles:
         update={"runs_dir": str(folder.parent), "name": folder.name})), None)
     newest = chain.id if chain else starts[-1].chain if starts else ""
     starts = [start for start in starts if start.chain == newest]
-    added = sorted(path.parent.name for name in OF_A_STAGE for path in folder.glob(f"*/{name}"))
-    names = dict.fromkeys([*STAGES, *added, *(job.stage for job in (chain.jobs if chain else ()))])
+    names = dict.fromkeys([*STAGES, *recorded_stages(folder), *(job.stage for job in (chain.jobs if chain else ()))])
     return RunFiles(folder, chain, {name: StageFiles(run, chain, folder / name, starts) for name in names},
                     _quietly(lambda: read_bytes(folder / STOP).decode().strip(), None))
 

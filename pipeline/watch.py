@@ -157,8 +157,7 @@ def score(run: Run, ranks: Ranks, known: Fingerprint, every: int, *, wait: bool)
             time.sleep(LOOK_S)
         waits = not paths
     if ranks.is_rank_zero:
-        waiting = "" if is_trained else "; training is not done, and --watch waits for further checkpoints"
-        evaluator.say(f"{counted(len(scored), 'checkpoint')} scored{waiting}")
+        evaluator.say(f"{counted(len(scored), 'checkpoint')} scored")
         if is_trained and scored:
             _log(evaluator, train, scored)
     return len(scored)

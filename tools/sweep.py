@@ -53,7 +53,18 @@ from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import read_state
-from drover.pipeline.core.console import INTERRUPTED, Parser, Program, add_json, counted, draw, duration, echo, is_run
+from drover.pipeline.core.console import (
+    INTERRUPTED,
+    Parser,
+    Program,
+    add_json,
+    counted,
+    draw,
+    duration,
+    echo,
+    first,
+    is_run,
+)
 from drover.pipeline.core.errors import UserError, all_results, refusals
 from drover.pipeline.core.files import sha256_json, write_text
 from drover.pipeline.records.metrics import DIVERGED, RunFacts
@@ -312,8 +323,8 @@ def _ended(sweep: Sweep, one: Started, left: int, *, local: bool, stopping: bool
         echo(f"{run.config.name}: diverged. {reason.partition('. ')[0]}.")
     elif not stopping:
         log = _log(sweep, run)
-        errors = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("error:")]
-        echo(f"{run.config.name}: failed after {took}. {''.join(errors[-1:])} Its output is in {log}.")
+        _, word, error = log.read_text(errors="replace").rpartition("\nerror:")
+        echo(f"{run.config.name}: failed after {took}. {' '.join(f'{word}{error}'.split())} Its output is in {log}.")
         return False
     return True
 
@@ -342,6 +353,8 @@ def train(sweep: Sweep, cluster: str) -> int:
     except UserError as error:
         raise UserError(f"{str(error).partition(';')[0]}.") from None
     with held:
+        echo(f"{counted(len(sweep.variants) * len(sweep.given.seeds), 'run')} in {sweep.folder}: `drover status "
+             f"{sweep.folder}` shows their progress")
         for needed in (lambda: {run.config.folder: run for run in sweep.data.values()}.values(), sweep.trials):
             due = [*needed()]
             if status := carry_out(sweep, due, cluster):
@@ -350,7 +363,19 @@ def train(sweep: Sweep, cluster: str) -> int:
                 echo(f"All runs need what {due[0].config.folder} makes. Give the same command again when its jobs are "
                      f"done.")
                 return 0
-        return carry_out(sweep, sweep.runs(), cluster)
+        runs = sweep.runs()
+        if problem := changed(sweep, runs):
+            raise UserError(problem)
+        return carry_out(sweep, runs, cluster)
+
+
+def changed(sweep: Sweep, runs: Sequence[SweepRun]) -> str:
+    """A sentence, if some of the runs were trained with other settings; else ""."""
+    names = [run.config.name for run in runs if Run(run.config).state("train").kind == "changed"]
+    if not names:
+        return ""
+    return (f"{sweep.base} or {sweep.path} was changed after these runs had trained: {first(names)}. Undo the change, "
+            f"rename {sweep.path} for a new sweep, or remove these runs from {sweep.folder}.")
 
 
 def show(sweep: Sweep, *, json_only: bool) -> int:
@@ -364,16 +389,22 @@ def show(sweep: Sweep, *, json_only: bool) -> int:
     if json_only:
         print(json.dumps(experiment.record(), ensure_ascii=False, allow_nan=False))
     else:
+        if problem := changed(sweep, possible_runs(sweep)):
+            echo(problem)
         draw(*experiment.lines(), *([f"page      {page}"] if experiment.baseline.runs else []))
     return 0
+
+
+def possible_runs(sweep: Sweep) -> list[SweepRun]:
+    """The runs; [] if their data stages and trials are not done."""
+    return sweep.runs() if all(run.is_done for run in [*sweep.data.values(), *sweep.trials()]) else []
 
 
 def experiment_of(sweep: Sweep) -> Experiment:
     """What is done of a sweep. Only runs whose results are up to date count."""
     from drover.pipeline.reporting.experiment import Experiment, SweepVariant
 
-    ready = all(run.is_done for run in [*sweep.data.values(), *sweep.trials()])
-    runs = sweep.runs() if ready else []
+    runs = possible_runs(sweep)
     variants = [SweepVariant(
         name, overrides, {run.seed: run.config.folder for run in runs if run.variant == name and run.is_done},
         {run.seed: reason for run in runs if run.variant == name and (reason := run.diverged)}, len(sweep.given.seeds))

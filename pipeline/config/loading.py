@@ -423,11 +423,17 @@ def shipped(path: Path, folder: Path = Path()) -> Path:
     return own if os.path.isfile(own) and not os.path.exists(given) else given  # noqa: PTH110, PTH113 - of any length
 
 
+def recorded_stages(folder: Path) -> list[str]:
+    """The stages that have a record in a run's folder, without outputs that were replaced; [] for another folder."""
+    return sorted({path.parent.name for name in OF_A_STAGE for path in folder.glob(f"*/{name}")
+                   if not path.parent.suffix})
+
+
 def _of_a_run(tree: Tree, path: Path) -> Tree:
     """If the file is a run's own configuration: the same with the run's present folder, which may have been moved, and
     without settings that Drover no longer has."""
     folder = path.parent if path.parent.name not in ("", "..") else path.parent.resolve()
-    if path.name != "config.yaml" or not any(next(folder.glob(f"*/{name}"), None) for name in OF_A_STAGE):
+    if path.name != "config.yaml" or not recorded_stages(folder):
         return tree
     config = _validated(tree, path, {}, extra="ignore")
     same = config.folder.resolve() == folder.resolve()

@@ -215,7 +215,7 @@ def shortened(text: str, most: int = 300) -> str:
 
 
 COMMA = {"float_type": ".", "int_type": ""}
-"""By the kind of pydantic's error, what stands for the comma in a number."""
+"""By the kind of pydantic's error, what replaces the comma in a number."""
 HINTS = {"string_type": "; write it in quotes", "list_type": "; write [a, b]"}
 """By the kind of pydantic's error, what helps."""
 

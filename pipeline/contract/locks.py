@@ -78,13 +78,15 @@ def lock(folder: Path, name: str, what: str = "", *, shared: bool = False) -> IO
         write there.
 
     Raises:
-        UserError: another process works on the stage (or reads it, for a writer).
+        UserError: another process works on the stage (or reads it, for a writer), or a writer may not write there.
     """
     try:
         file = _open(folder, name)
     except OSError as error:
         if shared and (isinstance(error, PermissionError) or error.errno == errno.EROFS):
             return open(os.devnull, encoding="utf-8")
+        if isinstance(error, PermissionError):
+            raise UserError(f"You may not write into {folder}. Its owner can do that.") from None
         raise
     return _take(file, folder, name, what, shared=shared)
 

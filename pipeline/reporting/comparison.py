@@ -116,17 +116,18 @@ def compare_runs(folders: Sequence[Path], scores: Sequence[Block] = ()) -> Repor
 
 
 def best(runs: Sequence[ComparedRun]) -> str:
-    """In a sentence, which run ended with the lowest bits per byte of validation text, or training loss."""
+    """In a sentence, which run ended with the lowest bits per byte of validation text. Training losses rank nothing:
+    each is that of other text."""
     rows = [run.row for run in runs]
     if training := [f"{row['name']} is at step {row['steps']:,} of {row['of']:,}" for row in rows
                     if row["steps"] < row["of"]]:
         return f"Not all runs are at the end of their training: {first(training)}."
-    what, field = (("bits per byte of validation text, after export", "exported")
-                   if all(row["exported"] is not None for row in rows) else ("loss at the end of training", "loss"))
-    low, *others = sorted(rows, key=itemgetter(field))
-    next_best = f"; next is {others[0]['name']} with {others[0][field]:.4f}" if others else ""
-    return (f"{low['name']} has the lowest {what}: {low[field]:.4f}{next_best}. Runs that differ only in their seed "
-            f"differ, too.")
+    if unknown := [row["name"] for row in rows if row["exported"] is None]:
+        return f"Not all runs are evaluated: {first(unknown)}. Evaluate them to see which is best."
+    low, *others = sorted(rows, key=itemgetter("exported"))
+    next_best = f"; next is {others[0]['name']} with {others[0]['exported']:.4f}" if others else ""
+    return (f"{low['name']} has the lowest bits per byte of validation text, after export: {low['exported']:.4f}"
+            f"{next_best}. Runs that differ only in their seed differ, too: `drover sweep` says by how much.")
 
 
 def notices(runs: Sequence[ComparedRun]) -> Iterator[Notice]:

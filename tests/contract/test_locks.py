@@ -67,3 +67,5 @@ def test_who_may_not_write_there_locks_nothing_for_others_either(tmp_path, monke
     monkeypatch.setattr(locks, "_open", refuse)
     for name in "ab":
         locks.lock(tmp_path / name, "train", shared=True).close()
+    with pytest.raises(type(error) if error.errno else UserError):
+        locks.lock(tmp_path / "a", "train")

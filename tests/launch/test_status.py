@@ -162,7 +162,7 @@ def test_why_an_array_and_a_job_failed(run):
 def test_a_reused_stage_and_one_of_a_plugin(run):
     run.done("shard", "tokenizer")
     other = Seen(Path("runs/other"), {**SETTINGS, "reuse": "runs/demo"})
-    other.done("letters")
+    other.done("letters", "train.replaced")  # the second was set aside, and is no stage
     assert other.states({}) == ["reused", "reused", *["to do"] * 5, "done"]
     other.submitted(other.job("7", "train"))  # and has not started, so that only the submission has its configuration
     (other.folder / "config.yaml").rename(other.folder / "launch/config-1.yaml")

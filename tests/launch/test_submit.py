@@ -13,6 +13,7 @@ from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core import errors
 from drover.pipeline.core.files import write_text
 from tests.conftest import REPOSITORY
+from tests.launch.launcher import planned
 from tests.refusal import refused, table
 from tests.test_house import HEAVY, imported_by
 
@@ -97,6 +98,8 @@ def test_finished_resumable_and_changed_stages(launcher):
                '{"format": 2, "progress": {"step": 10}, "files": [], '
                '"config": {"train": {"batch_tokens": 4096}}}')
     assert rows(launcher.accepted(learned, "--accept-changes"))["convert"].startswith("absent 1 process train")
+    scored = f"{learned} --cluster slurm evaluate.every=10 train.checkpoint.every_steps=10"
+    assert "watch" in planned(launcher.accepted(scored, "--accept-changes"))
     for settings in (learned, "--stage train --dry-run model.layers=3 --accept-changes"):
         shown = launcher.submit(settings)
         assert shown.returncode == 2, "no way leads there"

@@ -115,6 +115,10 @@ def test_a_sweep_that_is_killed_twice_continues_to_its_page(base, capsys):
     shown = printed(capsys, main, path, "--status")
     assert "9 of 12 runs done, 3 diverged" in shown and "wild: diverged" in shown
     assert max(map(len, shown.splitlines())) <= 120
+    write_sweep(base.parent, budget={"tokens": "8k"})
+    for options, status in ((["--cluster", "local"], 2), (["--status"], 0)):
+        shown = printed(capsys, main, path, *options, expect=status)
+        assert "rates.yaml was changed after these runs had trained: lr-0.01-seed0" in " ".join(shown.split())
 
 
 @pytest.mark.slow

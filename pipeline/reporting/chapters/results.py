@@ -124,9 +124,10 @@ def score_charts(runs: Mapping[str, Facts]) -> Iterator[Lines]:
             chance, *others = dict.fromkeys(level for *_, level in every)
             ends = min(every)[0], max(every)[0]
             by_chance = [Series("by chance", ends, (chance, chance), faint=True)] if chance and not others else []
-            alone = f" Only {', '.join(curves)} has this score." if len(curves) < len(runs) else ""
+            notes = ["Bands are standard errors."] * any(error for _, _, error, _ in every)
+            notes += [f"Only {', '.join(curves)} has this score."] * (len(curves) < len(runs))
             yield Lines(f"{name}, {words(metric)}", "", [*by_chance, *map(score_series, curves, curves.values())],
-                        f"Bands are standard errors.{alone}", from_zero=bool(by_chance), over=over)
+                        " ".join(notes), from_zero=bool(by_chance), over=over)
 
 
 ScorePoint = tuple[float, float, float, float | None]
