@@ -18,12 +18,13 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cache
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 from drover.pipeline.contract.state import this_job
@@ -223,10 +224,10 @@ class Claims:
         for key in self.held:
             (self.folder / key).unlink(missing_ok=True)
 
-    def take(self, key: str, void: Iterable[str] = ()) -> bool:
+    def take(self, key: str, void: Mapping[str, str] = MappingProxyType({})) -> bool:
         """Claim a task. False if another process has claimed it, unless its claim is among the `void` ones."""
         path = self.folder / key
-        if key in void:
+        if key in void and _content(path) == void[key]:  # else another process has it by now
             path.unlink(missing_ok=True)
         try:
             with open(path, "x") as file:
@@ -240,11 +241,11 @@ class Claims:
         """How many tasks are claimed, finished ones included."""
         return sum(not path.suffix for path in self.folder.iterdir())
 
-    def void(self, keys: Iterable[str]) -> set[str]:
-        """Those of these tasks whose claims are void."""
+    def void(self, keys: Iterable[str]) -> dict[str, str]:
+        """Those of these tasks whose claims are void, with their former owners."""
         owners = {key: _content(self.folder / key) for key in keys}
         dead = {owner for owner in {*owners.values()} - {self.owner} if self._is_dead(owner)}
-        return {key for key, owner in owners.items() if owner in dead}
+        return {key: owner for key, owner in owners.items() if owner in dead}
 
     def _is_dead(self, owner: str) -> bool:
         host, _, process = owner.rpartition("-")[0].rpartition("-")

@@ -192,7 +192,7 @@ class Work:
         ledger = Ledger(self.folder / TASKS / name)
         records = dict[str, Record]()
         remaining = keys
-        void = set[str]()
+        void = dict[str, str]()
         progress_record = ProgressRecord(self.folder)
         with ProgressBar(self.name, name, len(tasks), task_word) as progress, \
                 Claims(self.folder / CLAIMS / name) as claims:
