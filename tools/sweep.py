@@ -77,7 +77,7 @@ OWN = ("name", "runs_dir", "reuse", "seed")
 """Settings that the sweep decides."""
 BASE = "base"
 TRIAL = ("train.steps=20", "train.warmup_steps=0", "train.schedule=cosine", "train.decay_steps=null",
-         "train.validation_every=null", "train.sample_every=null")
+         "train.validation_every=null", "train.sample_every=null", "evaluate.every=null", "convert.average=[]")
 """Settings of a trial. The second half of its steps is timed."""
 MASK = "CUDA_VISIBLE_DEVICES"
 PAGE = "sweep.html"
@@ -166,8 +166,10 @@ class Sweep:
         of_settings = {_data_key(self.config): SweepRun(self.config, (), (*DATA,))}
         result = dict[str, SweepRun]()
         for name, overrides in self.variants.items():
-            own = self.run(f"data-{name}", (*overrides, "reuse=null"), DATA)
-            result[name] = of_settings.setdefault(_data_key(own.config), own)
+            key = _data_key(load_config(self.base, overrides))
+            if key not in of_settings:
+                of_settings[key] = self.run(f"data-{key[:8]}", (*overrides, "reuse=null"), DATA)
+            result[name] = of_settings[key]
         return result
 
     def trials(self) -> list[SweepRun]:
@@ -225,7 +227,7 @@ def read_sweep(path: Path) -> Sweep:
                  for name, own in zip(names, settings, strict=True)}
     first = {given.baseline: overrides.pop(given.baseline)}
     sweep = Sweep(path, given, base, config, first | overrides)
-    if is_run(sweep.folder):
+    if is_run(sweep.folder) or sweep.folder == config.folder:
         raise UserError(f"{sweep.folder} is a run, and the runs of this sweep would be in it. Rename {path}.")
     if given.budget and config.train.phases:
         raise UserError(f"{path}: the base {base} has train.phases, which decide the steps. Leave out `budget`.")
@@ -264,12 +266,13 @@ def places(config: Config) -> list[dict[str, str]]:
 
 @dataclass
 class Started:
-    """A command that runs in a place."""
+    """A command that runs in a place. log_start: where its output begins in the run's log, in bytes."""
 
     run: SweepRun
     process: subprocess.Popen[bytes]
     place: dict[str, str]
     since: float
+    log_start: int
 
 
 def carry_out(sweep: Sweep, runs: Sequence[SweepRun], cluster: str) -> int:
@@ -308,9 +311,10 @@ def _start(sweep: Sweep, run: SweepRun, cluster: str, place: dict[str, str]) -> 
     path = _log(sweep, run)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab", buffering=0) as log:
+        before = log.tell()
         process = started([sys.executable, "-m", "drover", "run", "--config", sweep.base, "--cluster", cluster, *stages,
                            *run.overrides], {**process_environment(), **place}, log, log)
-    return Started(run, process, place, time.monotonic())
+    return Started(run, process, place, time.monotonic(), before)
 
 
 def _ended(sweep: Sweep, one: Started, left: int, *, local: bool, stopping: bool) -> bool:
@@ -323,8 +327,10 @@ def _ended(sweep: Sweep, one: Started, left: int, *, local: bool, stopping: bool
         echo(f"{run.config.name}: diverged. {reason.partition('. ')[0]}.")
     elif not stopping:
         log = _log(sweep, run)
-        _, word, error = log.read_text(errors="replace").rpartition("\nerror:")
-        echo(f"{run.config.name}: failed after {took}. {' '.join(f'{word}{error}'.split())} Its output is in {log}.")
+        printed = log.read_bytes()[one.log_start:].decode(errors="replace")
+        _, word, error = f"\n{printed}".rpartition("\nerror:")
+        why = " ".join(f"{word}{error}".split()) if word else f"It ended with status {one.process.returncode}."
+        echo(f"{run.config.name}: failed after {took}. {why} Its output is in {log}.")
         return False
     return True
 
@@ -359,9 +365,14 @@ def train(sweep: Sweep, cluster: str) -> int:
             due = [*needed()]
             if status := carry_out(sweep, due, cluster):
                 return status
-            if not all(run.is_done for run in due):
-                echo(f"All runs need what {due[0].config.folder} makes. Give the same command again when its jobs are "
-                     f"done.")
+            missing = [run for run in due if not run.is_done]
+            for run in missing:
+                if run.diverged:
+                    raise UserError(f"The trial {run.config.folder} of a variant diverged, so its speed is not known: "
+                                    f"{run.diverged} Leave the variant out, or set `budget` to tokens or flops.")
+            if missing:
+                echo(f"All runs need what {missing[0].config.folder} makes. Give the same command again when its jobs "
+                     f"are done.")
                 return 0
         runs = sweep.runs()
         if problem := changed(sweep, runs):

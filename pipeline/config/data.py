@@ -145,8 +145,9 @@ class HubSource(Section):
     """Hub id (`roneneldan/TinyStories`) or local path."""
     config_name: str | None = None
     """Name of the dataset's configuration, if it has several."""
-    split: str = "train"
-    """Split to read. In a local folder, files of other splits stop the stage unless this is set."""
+    split: str = Field("train", pattern=r"^[^\[]+$")
+    """Split to read, or several, as train+test. A part of one (train[:10%]) is not read: set `limit`. In a local
+    folder, files of other splits stop the stage unless this is set."""
     revision: str | None = None
     """Commit or tag on the Hub. Pin it: an unpinned dataset can change between two runs without notice."""
     text_field: str = "text"

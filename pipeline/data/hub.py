@@ -53,7 +53,7 @@ def _left_out(source: HubSource, folder: Path) -> dict[str, str]:
     if source.config_name is not None:
         for name in builder.builder_configs:
             others.update(*_splits(datasets.load_dataset_builder(source.dataset, name), folder).values())
-    names = {part.partition("[")[0].strip() for part in source.split.split("+")}
+    names = {part.strip() for part in source.split.split("+")}
     wanted = set(splits) if names == {"all"} else names
     if splits and (absent := wanted - set(splits)):
         raise UserError(f"source {source.name}: {_call(source)} failed: no split {', '.join(sorted(absent))} is there. "

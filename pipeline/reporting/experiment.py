@@ -124,6 +124,8 @@ class Experiment:
     @property
     def result(self) -> str:
         """The whole result in a sentence."""
+        if not any(len(one.by_seed) > 1 for one in self.differences.values()):
+            return "Nothing can be compared yet: that needs two seeds of the baseline and of a variant."
         seen = {name: one for name, one in self.differences.items() if one.is_seen}
         better = min(seen, key=lambda name: seen[name].value, default="")
         if better and seen[better].value < 0:

@@ -10,10 +10,11 @@ import pytest
 import yaml
 
 from drover.pipeline.config.tree import Config
+from drover.pipeline.core.errors import UserError
 from drover.tools.sweep import main, places, read_sweep
 from tests.conftest import environment, write_config
 from tests.launch.recorded_slurm import Programs
-from tests.refusal import printed
+from tests.refusal import printed, refused
 from tests.stages.training import curve, weights
 from tests.waiting import HANG_S, wait_for
 
@@ -56,9 +57,19 @@ def test_variants_of_data_share_the_stages_that_they_can(base):
     same, other = "vocab_size-768_lr-", "vocab_size-896_lr-"
     sweep, _ = runs_of(write_sweep(base.parent, baseline="base", vary={
         "tokenizer.vocab_size": [768, 896], "train.lr": [0.01, 0.02]}))
-    assert {name: run.config.folder.name for name, run in sweep.data.items()} == {
-        "base": "mini", f"{same}0.01": "mini", f"{same}0.02": "mini",
-        f"{other}0.01": f"data-{other}0.01", f"{other}0.02": f"data-{other}0.01"}
+    made = {name: run.config.folder.name for name, run in sweep.data.items()}
+    own = made[f"{other}0.01"]
+    assert own.startswith("data-") and made == {
+        "base": "mini", f"{same}0.01": "mini", f"{same}0.02": "mini", f"{other}0.01": own, f"{other}0.02": own}
+    more, _ = runs_of(write_sweep(base.parent, baseline="base", vary={
+        "tokenizer.vocab_size": [896], "train.lr": [0.03, 0.01]}))
+    assert {run.config.folder.name for run in more.data.values()} == {"mini", own}, "made once, whatever comes first"
+
+
+def test_a_sweep_that_is_called_like_its_base_is_refused(base):
+    (base.parent / "own").mkdir()
+    path = write_sweep(base.parent / "own", base="../mini.yaml")
+    refused(UserError, "runs/mini is a run.*Rename", read_sweep, path.rename(path.with_name("mini.yaml")))
 
 
 @pytest.mark.parametrize(("changes", "messages"), [
@@ -95,7 +106,8 @@ def start(path, *options):
 @pytest.mark.slow
 def test_a_sweep_that_is_killed_twice_continues_to_its_page(base, capsys):
     """One variant diverges, which stops no other."""
-    path = write_sweep(base.parent, variants={"wild": {"train.lr": 1e12, "train.guards.max_skipped": 0}})
+    path = write_sweep(base.parent, vary={"train.lr": [0.003, 0.01]}, seeds=[0, 1],
+                       variants={"wild": {"train.lr": 1e12, "train.guards.max_skipped": 0}})
     runs = base.parent / "runs/rates"
     for last in ("lr-0.003-seed0/train/metrics.jsonl", "lr-0.01-seed1/convert/manifest.json"):
         process = start(path)
@@ -104,18 +116,18 @@ def test_a_sweep_that_is_killed_twice_continues_to_its_page(base, capsys):
         process.wait()
     process = start(path, "--json")
     *said, result = process.communicate(timeout=HANG_S)[0].splitlines()
-    assert process.returncode == 0 and sum("diverged. Training stopped at step" in line for line in said) <= 3
+    assert process.returncode == 0 and sum("diverged. Training stopped at step" in line for line in said) <= 2
     result = json.loads(result)
     assert {row["variant"]: row["seeds"] for row in result["variants"]} == {
-        "lr-0.01": "3 of 3", "wild": "0 of 3", "lr-0.003": "3 of 3", "lr-0.03": "3 of 3"}
-    assert "diverged with 3 of 3 seeds (0, 1, 2)" in result["variants"][1]["decision"]
-    assert result["noise"] > 0 and len(result["runs"]) == 9 and result["correction"] == "Holm"
+        "lr-0.01": "2 of 2", "wild": "0 of 2", "lr-0.003": "2 of 2"}
+    assert "diverged with 2 of 2 seeds (0, 1)" in result["variants"][1]["decision"]
+    assert result["noise"] > 0 and len(result["runs"]) == 4 and result["correction"] == "Holm"
     page = (runs / "sweep.html").read_text()
-    assert page.count("<svg") == 2 and "wild with seed 2 diverged. Training stopped" in page
+    assert page.count("<svg") == 2 and "wild with seed 1 diverged. Training stopped" in page
     shown = printed(capsys, main, path, "--status")
-    assert "9 of 12 runs done, 3 diverged" in shown and "wild: diverged" in shown
+    assert "4 of 6 runs done, 2 diverged" in shown and "wild: diverged" in shown
     assert max(map(len, shown.splitlines())) <= 120
-    write_sweep(base.parent, budget={"tokens": "8k"})
+    write_sweep(base.parent, vary={"train.lr": [0.003, 0.01]}, seeds=[0, 1], budget={"tokens": "8k"})
     for options, status in ((["--cluster", "local"], 2), (["--status"], 0)):
         shown = printed(capsys, main, path, *options, expect=status)
         assert "rates.yaml was changed after these runs had trained: lr-0.01-seed0" in " ".join(shown.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Self
 from urllib.parse import urlsplit
 
@@ -47,7 +48,8 @@ class Site(Filter):
 def _host(url: str) -> str:
     """The name of the host in a URL, with which or without scheme; "" if there is none."""
     try:
-        return (urlsplit(url if "://" in url else f"//{url}").hostname or "").rstrip(".")
+        has_scheme = re.match("([a-z][a-z0-9+.-]*:)?//", url, re.IGNORECASE)
+        return (urlsplit(url if has_scheme else f"//{url}").hostname or "").rstrip(".")
     except ValueError:
         return ""
 

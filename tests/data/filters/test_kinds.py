@@ -148,6 +148,7 @@ def test_labels_are_those_of_the_model(outcomes):
 def test_pages_are_dropped_by_their_site():
     """Names of domains end at a dot: notexample.org is no part of example.org."""
     pages = {"https://www.Example.org:80/a": "of a site to drop", "example.org./b": "of a site to drop",
+             "example.org/to?next=http://a.com": "of a site to drop", "//example.org/c": "of a site to drop",
              "https://notexample.org": None, "https://me@b.org/?example.org": None, "": None, "http://[": None}
     kept = {"https://a.edu/x": None, "https://edu.org": "of no site to keep", "": "without a URL",
             "https://ads.a.edu": "of a site to drop"}
