@@ -336,6 +336,12 @@ class StageAttempt:
             work.store = self.channel.store
         try:
             self.body(work)
+        except FileNotFoundError:
+            if work.element:
+                with turn(work.run.folder, self.name):  # who commits the stage removes what others are writing
+                    if (work.folder / MANIFEST).exists():
+                        raise DoneElsewhere from None
+            raise
         except (DoneElsewhere, OSError):
             raise
         except Exception as error:
