@@ -336,13 +336,13 @@ class StageAttempt:
             work.store = self.channel.store
         try:
             self.body(work)
-        except FileNotFoundError:
+        except OSError:
             if work.element:
                 with turn(work.run.folder, self.name):  # who commits the stage removes what others are writing
                     if (work.folder / MANIFEST).exists():
                         raise DoneElsewhere from None
             raise
-        except (DoneElsewhere, OSError):
+        except DoneElsewhere:
             raise
         except Exception as error:
             try:
