@@ -131,7 +131,8 @@ def score(run: Run, ranks: Ranks, known: Fingerprint, every: int, *, wait: bool)
     on all ranks."""
     train = run.own_folder("train")
     scored = list[int]()
-    waits, began = False, time.monotonic()
+    waits = False
+    began = time.monotonic()
     evaluator = Work(run, "evaluate", known)
 
     def look() -> tuple[bool, bool, list[Path]]:
@@ -167,10 +168,11 @@ def _has_ended(run: Run, began: float) -> bool:
     """Whether the training of the submission that this job belongs to has stopped for good, or does not begin. began:
     when this was first asked (of time.monotonic)."""
     chain = this_job().chain
+    if not chain:
+        return False
     attempts = [attempt for attempt in read_attempts(run.folder)
                 if attempt["stage"] == "train" and attempt.get("chain") == chain]
-    late = time.monotonic() - began > BEGIN_S
-    return bool(chain) and (attempts[-1].get("next") == "stop" if attempts else late)
+    return attempts[-1].get("next") == "stop" if attempts else time.monotonic() - began > BEGIN_S
 
 
 def _log(work: Work, train: Path, steps: list[int]) -> None:

@@ -257,7 +257,7 @@ def print_plan(rungs: Sequence[Rung], target: Rung, seeds: int) -> None:
     every = [*rungs, target]
     rows = [["parameters", "blocks", "width", "tokens", "runs", "FLOPs", "time here"]]
     for shape in {rung.parameters: rung.shape for rung in every}.values():
-        own = [rung for rung in rungs if rung.shape == shape] or [target]
+        own = [rung for rung in every if rung.shape == shape]
         rows.append([tokens_text(shape.parameter_count), str(shape.layers), str(shape.dim),
                      ", ".join(dict.fromkeys(tokens_text(rung.tokens) for rung in own)), str(seeds * len(own)),
                      f"{seeds * sum(rung.flops for rung in own):.2e}", duration(seconds(own))])

@@ -393,14 +393,15 @@ def show(sweep: Sweep, *, json_only: bool) -> int:
     """Write the page, and print the comparison."""
     from drover.pipeline.reporting.render import html
 
-    experiment = experiment_of(sweep)
+    runs = possible_runs(sweep)
+    experiment = experiment_of(sweep, runs)
     page = sweep.folder / PAGE
     if experiment.baseline.runs:
         write_text(page, html(experiment.document()))
     if json_only:
         print(json.dumps(experiment.record(), ensure_ascii=False, allow_nan=False))
     else:
-        if problem := changed(sweep, possible_runs(sweep)):
+        if problem := changed(sweep, runs):
             echo(problem)
         draw(*experiment.lines(), *([f"page      {page}"] if experiment.baseline.runs else []))
     return 0
@@ -411,11 +412,10 @@ def possible_runs(sweep: Sweep) -> list[SweepRun]:
     return sweep.runs() if all(run.is_done for run in [*sweep.data.values(), *sweep.trials()]) else []
 
 
-def experiment_of(sweep: Sweep) -> Experiment:
+def experiment_of(sweep: Sweep, runs: Sequence[SweepRun]) -> Experiment:
     """What is done of a sweep. Only runs whose results are up to date count."""
     from drover.pipeline.reporting.experiment import Experiment, SweepVariant
 
-    runs = possible_runs(sweep)
     variants = [SweepVariant(
         name, overrides, {run.seed: run.config.folder for run in runs if run.variant == name and run.is_done},
         {run.seed: reason for run in runs if run.variant == name and (reason := run.diverged)}, len(sweep.given.seeds))

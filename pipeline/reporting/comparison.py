@@ -3,7 +3,7 @@ scores that were measured together, and those of checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
@@ -147,6 +147,13 @@ def runs_table(runs: Sequence[ComparedRun]) -> Table:
         "bits per byte, exported model": "{exported:.4f}"}, [run.row for run in runs])
 
 
+def loss_charts(runs: Iterable[ComparedRun]) -> dict[str, tuple[str, str]]:
+    """The title and unit of each chart of losses, by the field of metrics.jsonl that it draws."""
+    sources = dict.fromkeys(source for run in runs for source in run.run.config.source_names)
+    return {"loss": ("Training loss", "nats per token"), **{
+        f"validation_sample_bpb[{source}]": (f"Validation sample, {source}", "bits per byte") for source in sources}}
+
+
 def curves(runs: Sequence[ComparedRun]) -> dict[str, list[Block]]:
     """The charts by chapter: losses over each measure of what training has used."""
     longest = max(run.facts.metrics[-1]["train_s"] for run in runs)
@@ -155,9 +162,7 @@ def curves(runs: Sequence[ComparedRun]) -> dict[str, list[Block]]:
     measures: dict[str, Callable[[ComparedRun], Callable[[Mapping[str, Any]], float]]] = {
         "tokens": lambda run: run.facts.measures["tokens"], "steps": lambda _: itemgetter("step"),
         "FLOPs": lambda run: run.facts.measures["FLOPs"], time: lambda _: lambda line: line["train_s"] / TIMES[time]}
-    sources = dict.fromkeys(source for run in runs for source in run.run.config.source_names)
-    charts = {"loss": ("Training loss", "nats per token"), **{
-        f"validation_sample_bpb[{source}]": (f"Validation sample, {source}", "bits per byte") for source in sources}}
+    charts = loss_charts(runs)
     return {f"Over {'time' if measure == time else measure}": [
         Lines(title, unit, [run.series(field, over(run)) for run in runs], over=measure)
         for field, (title, unit) in charts.items()] for measure, over in measures.items()}

@@ -25,7 +25,7 @@ from drover.pipeline.evaluation.significance import (
     paired,
     read_losses,
 )
-from drover.pipeline.reporting.comparison import ComparedRun
+from drover.pipeline.reporting.comparison import ComparedRun, loss_charts
 from drover.pipeline.reporting.document import (
     Chapter,
     Lines,
@@ -216,11 +216,7 @@ class Experiment:
 
     def _curves(self) -> Iterator[Lines]:
         """Losses over tokens."""
-        compared = chain.from_iterable(one.compared for one in self.every)
-        sources = dict.fromkeys(source for run in compared for source in run.run.config.source_names)
-        charts = {"loss": ("Training loss", "nats per token"), **{
-            f"validation_sample_bpb[{source}]": (f"Validation sample, {source}", "bits per byte")
-            for source in sources}}
+        charts = loss_charts(chain.from_iterable(one.compared for one in self.every))
         for field, (title, unit) in charts.items():
             yield Lines(title, unit, [one.mean_series(field, itemgetter("tokens")) for one in self.every if one.runs],
                         "Means over seeds. Bands are standard deviations.", over="tokens")

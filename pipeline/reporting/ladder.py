@@ -90,10 +90,14 @@ class Ladder:
         """The best learning rate of each size, at the most tokens on which it was trained. Empty if one was tried."""
         if len({rung.lr for rung in self.rungs}) == 1:
             return []
-        by_size = {rung.parameters: rung.tokens for rung in self.best}  # in order: the last are the most
-        return [best_rate(size, {rung.lr: rung.loss for rung in self.rungs if math.isfinite(rung.loss)
-                                 and (rung.parameters, rung.tokens) == (size, tokens)})
-                for size, tokens in by_size.items()]
+        return [best_rate(size, {rung.lr: rung.loss for rung in rungs}) for size, rungs in self.at_most_tokens.items()]
+
+    @cached_property
+    def at_most_tokens(self) -> dict[int, list[TrainedRung]]:
+        """Of each size, the trainings on the most tokens that did not diverge, in the order of their rates."""
+        most = {rung.parameters: rung.tokens for rung in self.best}  # in order: the last are the most
+        return {size: sorted((rung for rung in self.rungs if (rung.parameters, rung.tokens) == (size, tokens)
+                              and math.isfinite(rung.loss)), key=attrgetter("lr")) for size, tokens in most.items()}
 
     @cached_property
     def rate_law(self) -> RateLaw | None:
@@ -226,12 +230,9 @@ class Ladder:
         """The losses over learning rates of each size, at its most tokens."""
         if not self.rates:
             return None
-        most = {rung.parameters: rung.tokens for rung in self.best}
-        by_size = {size: sorted((rung for rung in self.rungs if (rung.parameters, rung.tokens) == (size, tokens)
-                                 and math.isfinite(rung.loss)), key=attrgetter("lr")) for size, tokens in most.items()}
         return Lines("Loss over learning rate, at most tokens", UNIT, [
             Series(f"{tokens_text(size)} parameters", [rung.lr for rung in rungs], [rung.loss for rung in rungs])
-            for size, rungs in by_size.items()], over="learning rate", log_x=True)
+            for size, rungs in self.at_most_tokens.items()], over="learning rate", log_x=True)
 
     def _rate_law_chart(self) -> Lines | None:
         """The best rates over sizes, and their law up to the target."""

@@ -154,7 +154,7 @@ def test_training_pauses_for_its_scores_if_no_evaluator_runs(run):
                 if b"multiprocessing.spawn" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     with started(run) as process:  # kills the evaluator with it
         wait_for(lambda: evaluators(process), of=process)
-        time.sleep(random.Random(7).uniform(0, 3))
+        time.sleep(1)
     with started(run) as process:
         wait_for(lambda: evaluators(process), of=process)
         os.kill(evaluators(process)[0], signal.SIGKILL)
