@@ -360,7 +360,7 @@ def train(sweep: Sweep, cluster: str) -> int:
         raise UserError(f"{str(error).partition(';')[0]}.") from None
     with held:
         echo(f"{counted(len(sweep.variants) * len(sweep.given.seeds), 'run')} in {sweep.folder}: `drover status "
-             f"{sweep.folder}` shows their progress")
+             f"{sweep.folder}` shows their progress", file=sys.stderr)  # --json prints the result to stdout
         for needed in (lambda: {run.config.folder: run for run in sweep.data.values()}.values(), sweep.trials):
             due = [*needed()]
             if status := carry_out(sweep, due, cluster):

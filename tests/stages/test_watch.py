@@ -100,7 +100,8 @@ def test_checkpoints_wait_for_their_scores_which_are_those_of_the_stage(run, cap
     """A kill of the evaluator costs the part that it hit. The last checkpoint is the model that is exported."""
     checkpoints = train_folder(run) / "checkpoints"
     assert len([*checkpoints.iterdir()]) == len(STEPS)
-    for seconds in (random.Random(5).uniform(0, 4) for _ in range(3)):
+    chance = random.Random(5)
+    for seconds in (chance.uniform(0, 4) for _ in range(3)):
         process = evaluator(run)
         time.sleep(seconds)
         kill(process)
@@ -133,7 +134,8 @@ def test_beside_a_training_that_is_killed(run):
     train_folder(run).rename(run.parent / "before")
     watching = evaluator(run, WATCH)
     wait_for(lambda: f"process {watching.pid} " in (run.parent / "runs/mini/.locks" / SCORES).read_text(), of=watching)
-    for seconds in (random.Random(3).uniform(1, 3) for _ in range(3)):
+    chance = random.Random(3)
+    for seconds in (chance.uniform(1, 3) for _ in range(3)):
         with started(run) as process:
             wait_for(train_folder(run).is_dir, of=process)
             time.sleep(seconds)
