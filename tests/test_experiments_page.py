@@ -34,5 +34,5 @@ def test_every_command_runs_and_added_variants_leave_finished_runs_alone(home):
     result = json.loads(typed(status, home).stdout)
     assert [row["variant"] for row in result["variants"]] == ["lr-0.01", "lr-0.005"]
     assert typed(copy, home).returncode == 0 == (added := typed(again, home)).returncode, added.stdout
-    assert "6 of 6 runs done" in added.stdout and added.stdout.count(": done in") == 2
+    assert "6 of 6 runs done" in added.stdout and added.stderr.count(": done in") == 2
     assert {path: path.stat().st_mtime_ns for path in made} == made

@@ -34,7 +34,7 @@ from drover.pipeline.core.console import Parser, Program, add_json, counted, dra
 from drover.pipeline.core.files import Record, read_record, write_text
 from drover.pipeline.reporting.document import value
 from drover.tools.init import START_S, step_flops, training_rate
-from drover.tools.sweep import Sweep, SweepFile, train
+from drover.tools.sweep import Sweep, SweepFile, profile_of, train
 
 if TYPE_CHECKING:
     from drover.pipeline.reporting.ladder import Ladder, TrainedRung
@@ -124,10 +124,10 @@ class Rung:
             **({} if train.decay_steps is None else {"train.decay_steps": max(1, round(share * train.decay_steps))})}
 
 
-def read_ladder(path: Path) -> tuple[LadderFile, Config]:
-    """The file and its base; UserError for all problems."""
+def read_ladder(path: Path, cluster: str = "local") -> tuple[LadderFile, Config]:
+    """The file and its base; UserError for all problems. cluster: as of drover run."""
     made = read_section(path, LadderFile, "Give the file of a ladder; `drover ladder --help` shows one.")
-    return made, load_config(shipped(Path(local_path(made.base)), path.parent))
+    return made, load_config(shipped(Path(local_path(made.base)), path.parent), profile_of(cluster))
 
 
 def rungs_of(file: LadderFile, base: Config, path: Path) -> list[Rung]:
@@ -187,7 +187,7 @@ def add_options(parser: Parser) -> None:
 
 def work(options: argparse.Namespace) -> int:
     """Plan, train the grid, fit, train the larger one, write the page."""
-    file, base = read_ladder(options.file)
+    file, base = read_ladder(options.file, options.cluster)
     from drover.pipeline.reporting.ladder import Ladder
     from drover.pipeline.reporting.render import html
 
@@ -231,7 +231,8 @@ def all_ended(sweep: Sweep) -> bool:
         return False
     waiting = [run.config.name for run in sweep.runs() if not run.is_done and not run.diverged]
     if waiting:
-        echo(f"The ladder waits for {first(waiting)}. Give the same command again when these runs are done.")
+        echo(f"The ladder waits for {first(waiting)}. Give the same command again when these runs are done.",
+             file=sys.stderr)
     return not waiting
 
 

@@ -29,8 +29,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
@@ -40,12 +40,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue, PositiveFloat
 
+from drover.launch.arguments import CLUSTERS
 from drover.launch.local import find_machine
 from drover.launch.plan import process_environment
 from drover.launch.processes import POLL_S, kill_group, started, stop_requests
 from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.status import query
-from drover.pipeline.config.loading import load_config, read_section, refusal, shipped
+from drover.pipeline.config.loading import load_config, read_section, refusal, save_config, shipped
 from drover.pipeline.config.section import Section, identity
 from drover.pipeline.config.training import read_tokens
 from drover.pipeline.config.tree import Config
@@ -97,14 +98,9 @@ class SweepFile(Section):
 
 @dataclass(frozen=True)
 class SweepRun:
-    """An ordinary run, or stages of one.
-
-    Attributes:
-        overrides: of the base's settings. config: with them.
-    """
+    """An ordinary run, or stages of one."""
 
     config: Config
-    overrides: tuple[str, ...]
     stages: tuple[str, ...]
     variant: str = ""
     seed: int = 0
@@ -138,7 +134,8 @@ class Sweep:
     """A sweep's file with what it amounts to.
 
     Attributes:
-        base: the base's file, as commands get it. config: its settings.
+        base: the base's file. config: its settings, with the profile of a cluster if one is given. The file is not
+            read again: it may be edited meanwhile.
         variants: overrides by name; the baseline comes first.
     """
 
@@ -157,16 +154,16 @@ class Sweep:
             ) -> SweepRun:
         """A run in its folder. UserError for settings that cannot work."""
         every = (*overrides, f"name={json.dumps(name)}", f"runs_dir={json.dumps(str(self.folder))}")
-        return SweepRun(load_config(self.base, every), every, tuple(stages), variant, seed)
+        return SweepRun(load_config(self.base, every, base=self.config), tuple(stages), variant, seed)
 
     @cached_property
     def data(self) -> dict[str, SweepRun]:
         """The run whose data stages a variant uses, by variant. It is the base's own, unless the variant has other
         settings of data; variants with equal ones share a run."""
-        of_settings = {_data_key(self.config): SweepRun(self.config, (), (*DATA,))}
+        of_settings = {_data_key(self.config): SweepRun(self.config, (*DATA,))}
         result = dict[str, SweepRun]()
         for name, overrides in self.variants.items():
-            key = _data_key(load_config(self.base, overrides))
+            key = _data_key(load_config(self.base, overrides, base=self.config))
             if key not in of_settings:
                 of_settings[key] = self.run(f"data-{key[:8]}", (*overrides, "reuse=null"), DATA)
             result[name] = of_settings[key]
@@ -174,14 +171,14 @@ class Sweep:
 
     def trials(self) -> list[SweepRun]:
         """A short training of each variant, if the budget is time."""
-        return [self.run(f"trial-{name}", (*overrides, *TRIAL, self._reuse(name)), ["train"])
+        return [self.run(f"trial-{name}", (*overrides, *TRIAL, self._reuse(name)), ["train"], name)
                 for name, overrides in self.variants.items() if "seconds" in self.given.budget]
 
-    def runs(self) -> list[SweepRun]:
-        """Every run, seed by seed, with the variants of a seed one after another. The data stages and trials are done.
-        UserError names all settings that cannot work."""
+    def runs(self, waiting: Container[str] = ()) -> list[SweepRun]:
+        """Every run, seed by seed, with the variants of a seed one after another. UserError names all settings that
+        cannot work. waiting: variants without runs, since their data stages or trials are not done."""
         settings = {name: (*overrides, *self._steps(name), self._reuse(name))
-                    for name, overrides in self.variants.items()}
+                    for name, overrides in self.variants.items() if name not in waiting}
         return all_results(*(
             partial(self.run, f"{name}-seed{seed}", (*own, f"seed={seed}"), [*STAGES], name, seed)
             for seed in self.given.seeds for name, own in settings.items()))
@@ -192,7 +189,7 @@ class Sweep:
 
     def _steps(self, variant: str) -> list[str]:
         """The override with the steps that a variant's budget allows."""
-        config = load_config(self.base, self.variants[variant])
+        config = load_config(self.base, self.variants[variant], base=self.config)
         for measure, amount in self.given.budget.items():
             of_step = float(config.train.batch_tokens)
             if measure == "flops":
@@ -210,8 +207,13 @@ def _data_key(config: Config) -> str:
     return sha256_json([identity(config.part(part)) for name in DATA for part in STAGES[name].reads])
 
 
-def read_sweep(path: Path) -> Sweep:
-    """The sweep of a file. UserError names all that is wrong in it."""
+def profile_of(cluster: str) -> tuple[str, ...]:
+    """The override that names the profile, if `--cluster` gives one."""
+    return () if cluster in CLUSTERS else (f"launch.cluster={json.dumps(cluster)}",)
+
+
+def read_sweep(path: Path, cluster: str = "local") -> Sweep:
+    """The sweep of a file. UserError names all that is wrong in it. cluster: as of drover run."""
     given = read_section(path, SweepFile, "Give the file of a sweep; `drover sweep --help` shows one.")
     grid = [dict(zip(given.vary, values, strict=True)) for values in product(*given.vary.values()) if values]
     names = [*given.variants, *map(_name, grid)]
@@ -222,7 +224,7 @@ def read_sweep(path: Path) -> Sweep:
     wrong = list(_problems(given, names, settings))
     if wrong:
         raise refusal(wrong, path)
-    config = load_config(base)
+    config = load_config(base, profile_of(cluster))
     overrides = {name: tuple(f"{key}={json.dumps(value)}" for key, value in own.items())
                  for name, own in zip(names, settings, strict=True)}
     first = {given.baseline: overrides.pop(given.baseline)}
@@ -231,7 +233,7 @@ def read_sweep(path: Path) -> Sweep:
         raise UserError(f"{sweep.folder} is a run, and the runs of this sweep would be in it. Rename {path}.")
     if given.budget and config.train.phases:
         raise UserError(f"{path}: the base {base} has train.phases, which decide the steps. Leave out `budget`.")
-    if wrong := refusals(*(partial(load_config, base, own) for own in sweep.variants.values())):
+    if wrong := refusals(*(partial(load_config, base, own, base=config) for own in sweep.variants.values())):
         raise UserError("\n".join(dict.fromkeys(wrong)))
     return sweep
 
@@ -310,10 +312,12 @@ def _start(sweep: Sweep, run: SweepRun, cluster: str, place: dict[str, str]) -> 
     stages = [] if len(run.stages) == len(STAGES) else ["--stage", ",".join(run.stages)]
     path = _log(sweep, run)
     path.parent.mkdir(parents=True, exist_ok=True)
+    settings = path.with_suffix(".yaml")
+    save_config(run.config, settings)
     with open(path, "ab", buffering=0) as log:
         before = log.tell()
-        process = started([sys.executable, "-m", "drover", "run", "--config", sweep.base, "--cluster", cluster, *stages,
-                           *run.overrides], {**process_environment(), **place}, log, log)
+        process = started([sys.executable, "-m", "drover", "run", "--config", str(settings), "--cluster", cluster,
+                           *stages], {**process_environment(), **place}, log, log)
     return Started(run, process, place, time.monotonic(), before)
 
 
@@ -345,24 +349,24 @@ def add_options(parser: Parser) -> None:
 
 def work(options: argparse.Namespace) -> int:
     """Train what is missing, and compare."""
-    sweep = read_sweep(options.file)
+    sweep = read_sweep(options.file, options.cluster)
     status = 0 if options.status else train(sweep, options.cluster)
     return status if status == INTERRUPTED else max(status, show(sweep, json_only=options.json))
 
 
 def train(sweep: Sweep, cluster: str) -> int:
     """Do what is missing of a sweep; the exit status. UserError if another command works on it."""
-    if cluster == "auto":
-        cluster = "slurm" if shutil.which("sbatch") else "local"
+    cluster = "local" if cluster == "local" or (cluster == "auto" and not shutil.which("sbatch")) else "slurm"
     try:
         held = lock(sweep.folder, "sweep", "The sweep")
     except UserError as error:
         raise UserError(f"{str(error).partition(';')[0]}.") from None
-    with held:
+    with held, redirect_stdout(sys.stderr):  # --json prints the result to stdout
         echo(f"{counted(len(sweep.variants) * len(sweep.given.seeds), 'run')} in {sweep.folder}: `drover status "
-             f"{sweep.folder}` shows their progress", file=sys.stderr)  # --json prints the result to stdout
+             f"{sweep.folder}` shows their progress")
         for needed in (lambda: {run.config.folder: run for run in sweep.data.values()}.values(), sweep.trials):
             due = [*needed()]
+            refuse_changed(sweep, due)
             if status := carry_out(sweep, due, cluster):
                 return status
             missing = [run for run in due if not run.is_done]
@@ -375,25 +379,26 @@ def train(sweep: Sweep, cluster: str) -> int:
                      f"are done.")
                 return 0
         runs = sweep.runs()
-        if problem := changed(sweep, runs):
-            raise UserError(problem)
+        refuse_changed(sweep, runs)
         return carry_out(sweep, runs, cluster)
 
 
-def changed(sweep: Sweep, runs: Sequence[SweepRun]) -> str:
-    """A sentence, if some of the runs were trained with other settings; else ""."""
-    names = [run.config.name for run in runs if Run(run.config).state("train").kind == "changed"]
-    if not names:
-        return ""
-    return (f"{sweep.base} or {sweep.path} was changed after these runs had trained: {first(names)}. Undo the change, "
-            f"rename {sweep.path} for a new sweep, or remove these runs from {sweep.folder}.")
+def refuse_changed(sweep: Sweep, runs: Sequence[SweepRun]) -> None:
+    """UserError if some of the runs were trained with other settings."""
+    names = [run.config.name for run in runs
+             if "train" in run.stages and Run(run.config).state("train").kind == "changed"]
+    if names:
+        raise UserError(f"{sweep.base} or {sweep.path} was changed after these runs had trained: {first(names)}. Undo "
+                        f"the change, rename {sweep.path} for a new sweep, or remove these runs from {sweep.folder}.")
 
 
 def show(sweep: Sweep, *, json_only: bool) -> int:
     """Write the page, and print the comparison."""
     from drover.pipeline.reporting.render import html
 
-    runs = possible_runs(sweep)
+    waiting = [name for name, run in sweep.data.items() if not run.is_done]
+    trials = [trial for trial in sweep.trials() if trial.variant not in waiting]
+    runs = sweep.runs([*waiting, *(trial.variant for trial in trials if not trial.is_done)])
     experiment = experiment_of(sweep, runs)
     page = sweep.folder / PAGE
     if experiment.baseline.runs:
@@ -401,15 +406,10 @@ def show(sweep: Sweep, *, json_only: bool) -> int:
     if json_only:
         print(json.dumps(experiment.record(), ensure_ascii=False, allow_nan=False))
     else:
-        if problem := changed(sweep, runs):
+        for problem in refusals(partial(refuse_changed, sweep, [*trials, *runs])):
             echo(problem)
         draw(*experiment.lines(), *([f"page      {page}"] if experiment.baseline.runs else []))
     return 0
-
-
-def possible_runs(sweep: Sweep) -> list[SweepRun]:
-    """The runs; [] if their data stages and trials are not done."""
-    return sweep.runs() if all(run.is_done for run in [*sweep.data.values(), *sweep.trials()]) else []
 
 
 def experiment_of(sweep: Sweep, runs: Sequence[SweepRun]) -> Experiment:

@@ -296,7 +296,8 @@ OF_A_STAGE = ("started.json", "manifest.json")
 """Files in a stage's folder. A folder with such folders is a run's."""
 
 
-def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *, check: bool = True) -> Config:
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *, check: bool = True,
+                base: Config | None = None) -> Config:
     """Read the user's configuration: `path` overrides its `base:` files, and `overrides` override both. Plugins are
     imported, and the result is validated.
 
@@ -306,6 +307,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
             `model` overrides the shape that `model.preset` names, published or a folder's; the result has no such key.
         overrides: `dotted.key=value` strings, the value read as YAML. The config.yaml of a run folder means the run in
             that folder, wherever it was when it was written, unless they name another.
+        base: what the file has amounted to; it is not read.
         check: also refuse combinations that cannot work (`drover.pipeline.config.checks`).
 
     Raises:
@@ -313,7 +315,8 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
     """
     path = Path(path)
     typed = dict(map(_parted, overrides))
-    tree = _of_a_run(_with_bases(path, (), _advice(path)), path)
+    tree = (_of_a_run(_with_bases(path, (), _advice(path)), path) if base is None
+            else base.model_dump(mode="json"))
     if "model.preset" in typed:
         tree.pop("model", None)
     for key, text in typed.items():
