@@ -180,25 +180,28 @@ def validation_result(model: HarnessModel, run: Run, documents: int | None) -> T
     from drover.pipeline.tokenization.texts import shard_texts
 
     made = run.finished("encode" if run.config.encode.sources else "shard")
-    texts: dict[str, str] = {}
+    keys = list[str]()
+    texts = list[str]()
     for source, shards in groupby(shard_texts(run, "validation"), attrgetter("source")):
         read = (document for shard in sorted(shards, key=attrgetter("name")) for document in shard.read(None))
-        texts |= {f"{source}/{key}": text for key, text in islice(read, documents)}
+        for key, text in islice(read, documents):
+            keys.append(f"{source}/{key}")
+            texts.append(text)
     if not texts:
         raise UserError(f"The run {run.folder} has no validation text. Omit --validation, or give a run with "
                         f"shard.validation_share above 0.")
     tokenizer, length = model.opened.tokenizer, model.max_length
     windows = []
-    for text in texts.values():
+    for text in texts:
         ids = [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]
         windows.append([(ids[start:start + 1], ids[start + 1:start + 1 + length])
                         for start in range(0, len(ids) - 1, length)])
     items: list[Item] = [(-value / math.log(2), float(len(text.encode())))
-                         for value, text in zip(model.summed(windows), texts.values(), strict=True)]
+                         for value, text in zip(model.summed(windows), texts, strict=True)]
     return {"metrics": {BITS: scored(items)}, "items": len(items), "items_in_file": len(items), "few_shot": 0,
             "kind": "", "version": made.digest[:12], "contexts_truncated": 0, "without_value": {}, "chance": None,
             "answer_bits_per_byte": None, "items_without_right_choice": [],
-            "per_item": {"hashes": [*texts], "texts": [], "metrics": {BITS: items}}}
+            "per_item": {"hashes": keys, "texts": [], "metrics": {BITS: items}}}
 
 
 def rows(results: Mapping[str, Mapping[str, TaskResult]]) -> Iterator[dict[str, Any]]:

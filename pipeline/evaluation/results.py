@@ -171,8 +171,8 @@ def suite_text(suite: Mapping[str, Any]) -> str:
 
 
 def score_texts(tasks: Mapping[str, Any]) -> list[str]:
-    """Each task with its metrics."""
-    return [f"{name} {_metrics_text(task['metrics'])}" for name, task in tasks.items()]
+    """Each task with its metrics, and the bits of its right answers."""
+    return [f"{name} {_metrics_text(task['metrics'])}{answer_text(task)}" for name, task in tasks.items()]
 
 
 def _metrics_text(metrics: Mapping[str, Score]) -> str:

@@ -18,6 +18,7 @@ on.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -30,7 +31,7 @@ from drover.pipeline.core.files import Count, read_lines
 from drover.pipeline.evaluation.scores import scored
 
 Losses = Mapping[str, tuple[float, float]]
-"""A run's bits and bytes of each validation document, by its key."""
+"""A run's bits and bytes of each validation document, by its key and which of the documents with this key it is."""
 LEVEL = 0.05
 """Probability that a sweep in which nothing differs shows a difference."""
 MORE_SEEDS = 5
@@ -49,8 +50,13 @@ class DocumentLoss(TypedDict):
 
 def read_losses(run: Path) -> Losses:
     """What the stage evaluate of a run recorded of each document; {} if it is not done."""
-    return {f"{one['source']}/{one['key']}": (one["nats"] / math.log(2), one["bytes"])
-            for one in read_lines(run / "evaluate" / "documents.jsonl", DocumentLoss)}
+    result = dict[str, tuple[float, float]]()
+    met = Counter[str]()  # equal documents have equal keys
+    for one in read_lines(run / "evaluate" / "documents.jsonl", DocumentLoss):
+        key = f"{one['source']}/{one['key']}"
+        met[key] += 1
+        result[f"{key}/{met[key]}"] = one["nats"] / math.log(2), one["bytes"]
+    return result
 
 
 def bits_per_byte(losses: Losses) -> float:

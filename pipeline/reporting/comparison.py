@@ -10,7 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.config.section import flatten
+from drover.pipeline.config.section import by_kind, flatten
 from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.core.console import counted, first
 from drover.pipeline.core.errors import UserError, listed
@@ -60,7 +60,7 @@ class ComparedRun:
     @cached_property
     def settings(self) -> dict[str, object]:
         """Its settings by dotted name, without those that say where it is."""
-        every = flatten(self.run.config.model_dump(mode="json"))
+        every = flatten(by_kind(self.run.config.model_dump(mode="json")))
         return {key: setting for key, setting in every.items() if key not in OF_THE_RUN}
 
     @cached_property
@@ -164,7 +164,7 @@ def curves(runs: Sequence[ComparedRun]) -> dict[str, list[Block]]:
         "FLOPs": lambda run: run.facts.measures["FLOPs"], time: lambda _: lambda line: line["train_s"] / TIMES[time]}
     charts = loss_charts(runs)
     return {f"Over {'time' if measure == time else measure}": [
-        Lines(title, unit, [run.series(field, over(run)) for run in runs], over=measure)
+        Lines(f"{title} over {measure}", unit, [run.series(field, over(run)) for run in runs], over=measure)
         for field, (title, unit) in charts.items()] for measure, over in measures.items()}
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.core.console import counted, table
 from drover.pipeline.evaluation.results import rounded
@@ -81,11 +83,12 @@ class SweepVariant:
 
     def mean_series(self, field: str, over: Callable[[Mapping[str, Any]], float]) -> Series:
         """The mean of a field over seeds, with their standard deviation as a band. over: the x of a line."""
-        lines = [run.series(field, over) for run in self.compared]
-        same = [line for line in lines if line.x == lines[0].x]
-        values = [*zip(*(line.y for line in same), strict=True)]
-        return Series(self.name, lines[0].x if lines else (), [*map(fmean, values)],
-                      errors=[*map(stdev, values)] if len(same) > 1 else ())
+        lines = [line for run in self.compared if (line := run.series(field, over)).x]
+        places = lines[0].x if lines else ()
+        # A run that skipped an update has other places.
+        values = [*zip(*(np.interp(places, line.x, line.y).tolist() for line in lines), strict=True)]
+        return Series(self.name, places, [*map(fmean, values)],
+                      errors=[*map(stdev, values)] if len(lines) > 1 else ())
 
 
 @dataclass(frozen=True)

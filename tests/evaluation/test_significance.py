@@ -1,11 +1,22 @@
 """Differences of variants: the statistics against scipy, and how often chance alone is called a difference."""
 
+import math
 import random
 
 import pytest
 from scipy import stats
 
-from drover.pipeline.evaluation.significance import LEVEL, MORE_SEEDS, SeedPairs, judged, paired, student
+from drover.pipeline.evaluation.significance import (
+    LEVEL,
+    MORE_SEEDS,
+    SeedPairs,
+    bits_per_byte,
+    judged,
+    paired,
+    read_losses,
+    student,
+)
+from tests.data.source_files import write_jsonl
 
 SIZES = [100 * number for number in range(1, 41)]
 
@@ -52,6 +63,15 @@ def test_only_shared_seeds_and_documents_count():
     result = paired(one, other)
     assert [*result.by_seed] == [1, 2] and result.documents == len(SIZES) - 1
     assert paired(one, {}).by_seed == {} and "0 seeds" in str(paired(one, {}))
+
+
+def test_equal_documents_count_each(tmp_path):
+    (tmp_path / "evaluate").mkdir()
+    write_jsonl(tmp_path / "evaluate/documents.jsonl", [
+        {"source": "s", "key": key, "bytes": size, "nats": math.log(2) * size * bits}
+        for key, size, bits in (("a", 10, 1), ("b", 20, 4), ("a", 10, 1))])
+    losses = read_losses(tmp_path)
+    assert bits_per_byte(losses) == pytest.approx(2.5) and paired({0: losses}, {0: losses}).documents == 3
 
 
 def test_holm_s_levels_are_those_of_the_ordered_p_values():

@@ -1,5 +1,7 @@
 """Several runs on one page."""
 
+from operator import itemgetter
+
 import pytest
 
 from drover.pipeline.config.loading import save_config
@@ -10,6 +12,7 @@ from drover.pipeline.core.files import write_json
 from drover.pipeline.evaluation.checkpoint_scores import CheckpointScores, scores_path
 from drover.pipeline.reporting.comparison import compare_runs
 from drover.pipeline.reporting.document import Lines, Series, Table
+from drover.pipeline.reporting.experiment import SweepVariant
 from drover.pipeline.reporting.render import html
 from tests.data.source_files import write_jsonl
 from tests.reporting.made_up import config
@@ -91,6 +94,16 @@ def test_scores_of_checkpoints_stand_over_tokens(tmp_path):
     assert text.series == [Series("scored", (2000,), (2.5,), errors=(0.0,))] and text.over == "tokens"
     assert text.note == "Only scored has this score."
     chance = Series("by chance", (2000, 2000), (0.25, 0.25), faint=True)
-    assert lines.series == [chance, Series("scored", (2000,), (0.5,), errors=(0.1,))] and lines.title == "lines, acc"
+    assert lines.series == [chance, Series("scored", (2000,), (0.5,), errors=(0.1,))]
+    assert lines.title == "lines, acc over tokens"
     assert lines.note == "Bands are standard errors. Only scored has this score."
     assert of_flops.over == "FLOPs" and of_flops.series[1].x > lines.series[1].x
+
+
+def test_a_seed_that_skipped_an_update_counts_in_the_mean(tmp_path):
+    runs = {seed: write_trained(tmp_path, f"seed{seed}", train__lr=0.1 * seed) for seed in (1, 2)}
+    lines = (runs[2] / "train/metrics.jsonl").read_text().splitlines()
+    (runs[2] / "train/metrics.jsonl").write_text("\n".join([lines[0], lines[1][:-1] + ', "skipped": "nan"}', lines[2]]))
+    mean = SweepVariant("v", (), runs, {}, 2).mean_series("loss", itemgetter("tokens"))
+    assert list(mean.x) == [1000, 2000, 3000] and mean.y == pytest.approx([4.85, 4.7, 4.55])
+    assert mean.errors == pytest.approx([(0.1 * step) / 2**0.5 for step in (1, 2, 3)])

@@ -26,7 +26,7 @@ from tests.refusal import printed, table
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 
 TOKENIZER = byte_tokenizer()
-TEXTS = ["Ein Text, größer als der andere.", " ".join(text_of("long", 60)), "x"]
+TEXTS = ["Ein Text, größer als der andere.", " ".join(text_of("long", 60)), "x", "x"]
 STEPS = (2, 7)
 
 

@@ -126,8 +126,9 @@ def score_charts(runs: Mapping[str, Facts]) -> Iterator[Lines]:
             by_chance = [Series("by chance", ends, (chance, chance), faint=True)] if chance and not others else []
             notes = ["Bands are standard errors."] * any(error for _, _, error, _ in every)
             notes += [f"Only {', '.join(curves)} has this score."] * (len(curves) < len(runs))
-            yield Lines(f"{name}, {words(metric)}", "", [*by_chance, *map(score_series, curves, curves.values())],
-                        " ".join(notes), from_zero=bool(by_chance), over=over)
+            yield Lines(f"{name}, {words(metric)} over {over}", "",
+                        [*by_chance, *map(score_series, curves, curves.values())], " ".join(notes),
+                        from_zero=bool(by_chance), over=over)
 
 
 ScorePoint = tuple[float, float, float, float | None]
