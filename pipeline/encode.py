@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from drover.pipeline.contract.inputs import gathered
 from drover.pipeline.contract.workers import Task
+from drover.pipeline.core.console import counted
 from drover.pipeline.core.errors import UnusableInputError, UserError, installed_version, listed
 from drover.pipeline.core.files import Record, output_record, read_json
 from drover.pipeline.data.counts import total
@@ -106,7 +107,7 @@ def encode(work: Work) -> None:
     dtype = chosen_dtype(work.config.encode, vocabulary["size"])
     validation = shard_records(manifest, "validation")
     records = [*shard_records(manifest, "train"), *validation]
-    text = f"{text_bytes(records) / 1e6:.1f} MB in {len(records)} shards, " * bool(records)
+    text = f"{text_bytes(records) / 1e6:.1f} MB in {counted(len(records), 'shard')}, " * bool(records)
     work.say(f"{text}{vocabulary['kind']} vocabulary of {vocabulary['size']:,}, {dtype}")
     fast = bool(records) and admitted(work, tokenizer, made, shards, validation)
     shared = {"tokenizer": place(tokenizer, work.folder), "sha256": vocabulary["sha256"], "dtype": dtype}
@@ -120,9 +121,9 @@ def encode(work: Work) -> None:
     done = every[:len(records)]
     taken = every[len(records):]
     outputs = [output for record in every for output in record["outputs"]]
-    counts = counted(outputs)
+    counts = totals(outputs)
     sums = counts["total"]
-    work.say(f"{sums['tokens']:,} tokens of {sums['docs']:,} documents, "
+    work.say(f"{sums['tokens']:,} tokens of {counted(sums['docs'], 'document')}, "
              f"{sums['text_bytes'] / max(1, sums['tokens'] - 2 * sums['docs']):.3f} bytes per token of text")
     strange = outliers([record["outputs"][0] for record in done], read_json(tokenizer / "report.json"))
     for text in warnings(strange):
@@ -390,7 +391,7 @@ def prove(path: Path, record: Record, source: TextRecord | None, tokenizer: Toke
                         f"disk or memory is failing.")
 
 
-def counted(records: Iterable[Record]) -> Record:
+def totals(records: Iterable[Record]) -> Record:
     """Documents, text bytes and tokens of token shards: for each split and source, and in total."""
     result: Record = {"total": dict.fromkeys(COUNTED, 0), "splits": {}}
     for record in records:

@@ -86,9 +86,9 @@ class Cached:
         self._keys[name] = key = sha256_json([inputs, values, more, self._made_by])
         return self.ledger.recorded({name: key}).get(name)
 
-    def watch(self, name: str) -> Watch:
+    def watch(self, name: str, unit: str = "batches") -> Watch:
         """Shows on rank 0 how much of the part `name` is measured."""
-        return watch_of(self.work.name, name, sys.stdout) if self.ranks.is_rank_zero else iter
+        return watch_of(self.work.name, name, sys.stdout, unit) if self.ranks.is_rank_zero else iter
 
     def forget(self) -> None:
         """Invalidate all parts of this start: its inputs did not match their digests."""
@@ -128,7 +128,7 @@ def evaluate(work: Work) -> None:
         validation = measure_text(work, ranks, cached, opened, length)
         continuations = cached.get("continuations", ("tokenizer", "convert"), (
             "prompts", "prompt_tokens", "temperature", "top_p", "dtype"),
-            lambda: continue_prompts(work, ranks, opened))
+            lambda: continue_prompts(work, ranks, opened, cached.watch("continuations", "prompts")))
         tasks = measure_tasks(work, ranks, cached, opened, length, work.folder / "lm_eval.log")
         if settings.contamination:
             search_items(work, ranks, cached, tasks)
@@ -257,7 +257,7 @@ def search_items(work: Work, ranks: Ranks, cached: Cached, tasks: Mapping[str, T
     texts = [text for task in tasks.values() for text in task["per_item"]["texts"]]
     made_by = ("shard", *["encode"] * bool(work.config.encode.sources))
     shares = iter(cached.get("contamination", made_by, (), lambda: shares_in_training_text(
-        texts, shard_texts(work.run, "train"), ranks), texts=texts))
+        texts, shard_texts(work.run, "train"), ranks, cached.watch("contamination", "shards")), texts=texts))
     for task in tasks.values():
         found = [next(shares) for _ in task["per_item"]["texts"]]
         count = len(task["per_item"]["hashes"])
@@ -266,7 +266,7 @@ def search_items(work: Work, ranks: Ranks, cached: Cached, tasks: Mapping[str, T
             for number in range(count)])
 
 
-def continue_prompts(work: Work, ranks: Ranks, opened: OpenedModel) -> list[dict[str, Any]]:
+def continue_prompts(work: Work, ranks: Ranks, opened: OpenedModel, watch: Watch) -> list[dict[str, Any]]:
     """The model's continuation of each prompt. Each rank continues a share of the prompts."""
     from drover.model.generation.stream import generate
     from drover.pipeline.evaluation.open_model import eos_ids, named_if_nan, prompt_ids
@@ -287,7 +287,7 @@ def continue_prompts(work: Work, ranks: Ranks, opened: OpenedModel) -> list[dict
         return {"prompt": settings.prompts[number], "text": opened.tokenizer.decode(new), "tokens": len(new),
                 "ended": len(new) < room}
 
-    return opened.placed.divide(ranks, range(len(prompts)), write)
+    return opened.placed.divide(ranks, range(len(prompts)), write, watch)
 
 
 if __name__ == "__main__":

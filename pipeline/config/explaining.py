@@ -69,7 +69,7 @@ ELSEWHERE = {
     "train.checkpoint.keep": "save_total_limit keep_last keep_latest_k",
     "train.init_from": "initial_load_path initial_checkpoint_dir model_name_or_path load",
     "train.profile": "profiling profiler enable_profiling profile_freq",
-    "train.log_to": "enable_tensorboard enable_wandb report_to logger_name",
+    "train.log_to": "enable_tensorboard enable_wandb report_to logger_name tensorboard wandb mlflow logging",
     "train.guards": "spike_detection",
     "train.mixture": "data_mix data_weights mixture_weights weights",
     "model.preset": "flavor model_name model_config config_name",
@@ -135,6 +135,7 @@ MEANINGS = {
     "train.warmup_steps": "in steps", "train.decay_steps": "in steps", "train.precision": "fp32, bf16 or fp8",
     "model.preset": "`drover presets` lists them", "shard.sources": "a list, such as [{kind: hf, dataset: ...}]",
     "train.optimizer": "in lower case", "train.beta1": "the second one is train.beta2",
+    "train.log_to": "[tensorboard], [wandb] or [mlflow]; docs/logging.md", "launch": "docs/slurm.md",
     "name": "the same command continues the run of this name", "model.sliding_window": "in tokens",
 }
 WITHOUT_MEANING = ("name", "type", "kind", "mode", "enable", "freq")

@@ -184,6 +184,17 @@ def flatten(value: Any, prefix: str = "") -> dict[str, object]:
     return flat or {prefix: value}
 
 
+def by_kind(value: Any) -> Any:
+    """A JSON value in which a list of items with kinds, such as filters, is a mapping by their names or kinds. An item
+    that is added then changes no other, only the order."""
+    if isinstance(value, dict):
+        return {key: by_kind(item) for key, item in value.items()}
+    if not (isinstance(value, list) and all(isinstance(item, dict) and "kind" in item for item in value)):
+        return value
+    items = {str(item.get("name") or item["kind"]): item for item in value}
+    return {"(order)": ", ".join(items), **items} if items and len(items) == len(value) else value
+
+
 def sections_in(annotation: Any) -> list[type[BaseModel]]:
     """The sections that a field may hold: directly, in a union, or as items of a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

@@ -215,13 +215,14 @@ def in_words(changes: Sequence[Difference]) -> list[str]:
 
 
 def _fields(fingerprint: Fingerprint) -> dict[str, object]:
-    """One level: `config.train.lr`, `inputs.shard`, `files.stdlib/os.py`, `places.shard.sources.0.paths.0`."""
-    from drover.pipeline.config.section import flatten
+    """One level: `config.train.lr`, `config.shard.filters.length.min_chars`, `inputs.shard`, `files.stdlib/os.py`,
+    `places.shard.sources.0.paths.0`."""
+    from drover.pipeline.config.section import by_kind, flatten
 
     groups: dict[str, Mapping[str, object]] = {
         "inputs": fingerprint.get("inputs", {}), "files": fingerprint.get("files", {}),
         "places": fingerprint.get("places", {})}
-    return flatten(fingerprint.get("config", {}), "config") | {
+    return flatten(by_kind(fingerprint.get("config", {})), "config") | {
         f"{group}.{name}": value for group, values in groups.items() for name, value in values.items()}
 
 

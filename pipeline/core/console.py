@@ -233,10 +233,10 @@ class ProgressBar(LiveLine):
             self.show()
 
 
-def watch_of(stage: str, label: str, file: IO[str]) -> Watch:
+def watch_of(stage: str, label: str, file: IO[str], unit: str = "batches") -> Watch:
     """A `Watch` with a progress bar on `file`, of which nothing stays."""
     def watched(batches: Any) -> Iterator[Any]:
-        with ProgressBar(stage, label, len(batches), "batches", file, transient=True) as progress:
+        with ProgressBar(stage, label, len(batches), unit, file, transient=True) as progress:
             for batch in batches:
                 yield batch
                 progress.advance()

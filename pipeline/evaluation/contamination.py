@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from drover.pipeline.core.console import Watch
 from drover.pipeline.data.item_index import ItemIndex
 from drover.pipeline.evaluation.items import PerItem
 from drover.pipeline.evaluation.scores import scored
@@ -28,11 +29,12 @@ LEAST = 5
 DIRTY = 0.5
 
 
-def shares_in_training_text(texts: Sequence[str], shards: Sequence[ShardTexts], ranks: Ranks) -> list[float | None]:
+def shares_in_training_text(texts: Sequence[str], shards: Sequence[ShardTexts], ranks: Ranks, watch: Watch = iter
+                            ) -> list[float | None]:
     """The share of each text's n-grams in the documents of training shards, of which each rank reads a part."""
     index = ItemIndex(texts, N, LEAST)
     met = np.zeros(index.places, bool)
-    for shard in shards[ranks.rank::ranks.world]:
+    for shard in watch(shards[ranks.rank::ranks.world]):
         for _, text in shard.read(None):
             met[index.places_in(text)] = True
     return index.shares(np.logical_or.reduce(ranks.gather(met)))

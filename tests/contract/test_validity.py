@@ -2,7 +2,7 @@
 
 import pytest
 
-from drover.pipeline.contract.manifest import Manifest, StartRecord, stage_state
+from drover.pipeline.contract.manifest import Manifest, StartRecord, differences, stage_state
 
 OLD = {"config": {"shard": {"seed": 1}}, "inputs": {}, "files": {"a": "00"}}
 NEW = {"config": {"shard": {"seed": 2}}, "inputs": {}, "files": {"a": "00"}}
@@ -20,3 +20,15 @@ def test_table(record, changes, further, kind):
     assert list(map(str, state.differences)) == ["shard.seed: 1 -> 2"] * (changes == "some")
     if further == "something is missing":
         assert state.reasons == ["a.tar is missing"]
+
+
+def test_a_filter_that_is_put_between_others_changes_none_of_them():
+    length, quality, language = ({"kind": kind, "name": None, "share": 0.5}
+                                 for kind in ("length", "quality", "language"))
+    old, new = ({"config": {"shard": {"filters": filters}}} for filters in (
+        [length, quality], [length, language, {**quality, "share": 0.25}]))
+    assert [*map(str, differences(old, new))] == [
+        'shard.filters.(order): "length, quality" -> "length, language, quality"',
+        'shard.filters.language.kind: not set -> "language"', "shard.filters.language.share: not set -> 0.5",
+        "shard.filters.quality.share: 0.5 -> 0.25"]
+    assert differences(old, {"config": {"shard": {"filters": [quality, length]}}}), "the order counts"
