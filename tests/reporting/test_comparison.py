@@ -103,7 +103,8 @@ def test_scores_of_checkpoints_stand_over_tokens(tmp_path):
 def test_a_seed_that_skipped_an_update_counts_in_the_mean(tmp_path):
     runs = {seed: write_trained(tmp_path, f"seed{seed}", train__lr=0.1 * seed) for seed in (1, 2)}
     lines = (runs[2] / "train/metrics.jsonl").read_text().splitlines()
-    (runs[2] / "train/metrics.jsonl").write_text("\n".join([lines[0], lines[1][:-1] + ', "skipped": "nan"}', lines[2]]))
+    skipped = lines[1][:-1] + ', "skipped": "nan"}'
+    (runs[2] / "train/metrics.jsonl").write_text("\n".join([lines[0], skipped, lines[2], ""]))
     mean = SweepVariant("v", (), runs, {}, 2).mean_series("loss", itemgetter("tokens"))
     assert list(mean.x) == [1000, 2000, 3000] and mean.y == pytest.approx([4.85, 4.7, 4.55])
     assert mean.errors == pytest.approx([(0.1 * step) / 2**0.5 for step in (1, 2, 3)])
