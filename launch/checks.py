@@ -87,8 +87,6 @@ def refuse_unusable_inputs(run: Run, jobs: list[Job], options: Options) -> None:
         if run.config.train.init_from is not None:
             _refuse_other_weights(run, run.config.train.init_from)
         _refuse_plan(run, forced=options.force)
-        for problem in STAGES["convert"].call("problems", run.config, otherwise=()) if "convert" not in running else ():
-            say("note", f"the stage convert would refuse this network: {problem}")
     for job in jobs:
         refuse_changed(run, job, options)
     for stage in before([*requested]):

@@ -5,22 +5,20 @@ Pure arithmetic on Python numbers: planners and config loaders import this witho
 
 import math
 from collections.abc import Collection
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Field
 
 _MODEL_CONFIG = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
 
 
-MOST_LAYERS, MOST_WIDTH = 4096, 1 << 20
-_MOST = {"layers": MOST_LAYERS, "vocab_size": 1 << 28, "context_length": 1 << 28, "rope_theta": 1e30}
+MOST_WIDTH = 1 << 20
+_MOST = {"layers": 4096, "vocab_size": 1 << 28, "context_length": 1 << 28, "rope_theta": 1e30}
 """The largest sizes that are accepted, far above those in use. A damaged file could name any size."""
 _DERIVED = {"head_dim": "head_width", "ffn_dim": "hidden"}
 """Settings that may be left out, and the attributes that then have the value."""
 _WIDTH_RULE = ("ffn_dim_multiplier", "multiple_of")
 """Settings that only decide `hidden`."""
-_LAYER_KINDS = ("sliding_window", "full_attention_interval", "no_rope_layer_interval")
-"""Settings that only decide `layer_kinds`."""
 
 
 def _added(default: Any) -> Any:
@@ -45,64 +43,6 @@ class RopeScaling(BaseModel):
     def __str__(self) -> str:
         return (f"factor {self.factor:g} from {self.original_context_length:,} tokens, between frequency factors "
                 f"{self.low_freq_factor:g} and {self.high_freq_factor:g}")
-
-    def problems(self) -> list[str]:
-        """Impossible values, as sentences. `ModelConfig` checks those that both scalings have."""
-        return _true_of([
-            (self.low_freq_factor <= 0, f"rope_scaling.low_freq_factor must be above 0, not {self.low_freq_factor}."),
-            (self.high_freq_factor <= self.low_freq_factor,
-             f"rope_scaling.high_freq_factor ({self.high_freq_factor}) must be above low_freq_factor "
-             f"({self.low_freq_factor}).")])
-
-
-class YarnScaling(BaseModel):
-    """YaRN's stretching of the rotary wavelengths (Peng et al., 2023), as in Qwen2.5 and Qwen3 for long contexts."""
-
-    model_config = _MODEL_CONFIG
-
-    kind: Literal["yarn"]
-    """`yarn`. Without `kind`, the scaling is Llama 3.1's."""
-    factor: float
-    """How many times longer slow wavelengths become."""
-    original_context_length: int
-    """The context length, in tokens, that the model was trained with before the extension."""
-    beta_fast: float = 32.0
-    """Pairs of dimensions that rotate more often than this within the original context stay unchanged."""
-    beta_slow: float = 1.0
-    """Pairs that rotate less often than this are stretched by the whole factor; those between, by a part of it."""
-    attention_factor: float | None = None
-    """Multiplies rotated queries and keys. None: 0.1 ln(factor) + 1, as in the paper."""
-
-    @property
-    def amplitude(self) -> float:
-        """`attention_factor`, or the paper's formula."""
-        return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
-
-    def __str__(self) -> str:
-        return (f"YaRN's factor {self.factor:g} from {self.original_context_length:,} tokens, between "
-                f"{self.beta_slow:g} and {self.beta_fast:g} turns, amplitude {self.amplitude:.4g}")
-
-    def problems(self) -> list[str]:
-        """Impossible values, as sentences. `ModelConfig` checks those that both scalings have."""
-        return _true_of([
-            (not 0 < self.beta_slow < self.beta_fast,
-             f"rope_scaling.beta_slow ({self.beta_slow}) must be above 0 and below beta_fast ({self.beta_fast})."),
-            (self.attention_factor is not None and self.attention_factor <= 0,
-             f"rope_scaling.attention_factor must be above 0, not {self.attention_factor}.")])
-
-
-def _true_of(rules: list[tuple[bool, str]]) -> list[str]:
-    """The sentences whose condition holds."""
-    return [sentence for holds, sentence in rules if holds]
-
-
-def _scaling_kind(value: Any) -> str:
-    return str(value.get("kind", "llama3") if isinstance(value, dict) else getattr(value, "kind", "llama3"))
-
-
-Scaling = Annotated[Annotated[RopeScaling, Tag("llama3")] | Annotated[YarnScaling, Tag("yarn")],
-                    Discriminator(_scaling_kind)]
-"""Either way to stretch rotary wavelengths; without `kind` it is Llama 3.1's."""
 
 
 class ModelConfig(BaseModel):
@@ -136,34 +76,21 @@ class ModelConfig(BaseModel):
     """Longest sequence in tokens, in training and generation. Attention's share of the cost grows with it."""
     rope_theta: float = 500000.0
     """Base of the rotary wavelengths: 500000 in Llama 3, 10000 in Llama 2. Larger suits longer contexts."""
-    rope_scaling: Scaling | None = None
-    """Only for extending a trained model's context: as in Llama 3.1 and later, or with `kind: yarn` by YaRN. null for
-    training from scratch."""
+    rope_scaling: RopeScaling | None = None
+    """Only for extending a trained model's context, as in Llama 3.1 and later. null for training from scratch."""
     norm_eps: float = 1e-5
     """Added to the mean square inside RMSNorm: 1e-5 since Llama 1 65B, 1e-6 in the smaller models of Llama 1."""
     tied_embeddings: bool = False
     """One matrix for embedding and output (Llama 3.2 1B and 3B). Worth it while vocab_size * dim is a large
     part of all parameters."""
     head_dim: int | None = _added(None)
-    """Width of a head if it is not dim / heads, as in Qwen3's small models and Mistral Nemo. null: dim / heads."""
-    qkv_bias: bool = _added(False)
-    """Adds a learned vector to queries, keys and values, as in Qwen2."""
-    qk_norm: bool = _added(False)
-    """RMSNorm of each head's queries and keys before the rotation, as in Qwen3. It bounds attention's scores, so that
-    training stays stable at large learning rates."""
-    sliding_window: int | None = _added(None)
-    """How many tokens a query sees at most, including itself. null: all before it, as in every Llama."""
-    full_attention_interval: int | None = _added(None)
-    """With sliding_window: every n-th layer (4: the fourth, eighth ...) sees all tokens. null: no layer does."""
-    no_rope_layer_interval: int | None = _added(None)
-    """Every n-th layer (4, as in SmolLM3: the fourth, eighth ...) has no rotary embedding. null: all layers have it."""
+    """Width of a head if it is not dim / heads. null: dim / heads."""
 
     def problems(self) -> list[str]:
         """Every impossible combination as a sentence with its numbers; empty if the model can be built."""
         problems = []
         for name in ("dim", "layers", "heads", "kv_heads", "multiple_of", "context_length", "rope_theta", "norm_eps",
-                     "ffn_dim", "ffn_dim_multiplier", "vocab_size", "head_dim", "full_attention_interval",
-                     "no_rope_layer_interval"):
+                     "ffn_dim", "ffn_dim_multiplier", "vocab_size", "head_dim"):
             value, most = getattr(self, name), _MOST.get(name, MOST_WIDTH)
             if value is None:
                 continue
@@ -172,9 +99,8 @@ class ModelConfig(BaseModel):
             elif value > most:
                 problems.append(f"{name} must be at most {most:,}, not {value:,}.")
         if self.dim > 0 and self.heads > 0:
-            if self.head_dim is None and self.dim % self.heads:
-                problems.append(f"dim ({self.dim}) must be divisible by heads ({self.heads}), unless head_dim sets "
-                             "the width of a head.")
+            if self.dim % self.heads:  # with head_dim too: transformers refuses such a Llama
+                problems.append(f"dim ({self.dim}) must be divisible by heads ({self.heads}).")
             elif self.head_width % 2:
                 problems.append((f"dim / heads ({self.dim} / {self.heads} = {self.head_width})" if self.head_dim is None
                               else f"head_dim ({self.head_dim})")
@@ -186,49 +112,30 @@ class ModelConfig(BaseModel):
                 f"ffn_dim ({self.ffn_dim}) and ffn_dim_multiplier ({self.ffn_dim_multiplier}) "
                 "both decide the feed-forward width: set one of them."
             )
-        return problems + self._window_problems() + self._scaling_problems()
-
-    def _window_problems(self) -> list[str]:
-        if self.sliding_window is None:
-            return [] if self.full_attention_interval is None else [
-                f"full_attention_interval ({self.full_attention_interval}) selects layers that see beyond a "
-                "sliding_window, but sliding_window is not set: set both or neither."]
-        return _true_of([
-            (self.sliding_window < 2,
-             f"sliding_window must be at least 2, not {self.sliding_window}: a query sees itself and others."),
-            (self.full_attention_interval == 1,
-             "full_attention_interval (1) lets every layer see all: leave sliding_window out.")])
+        return problems + self._scaling_problems()
 
     def _scaling_problems(self) -> list[str]:
         if (scaling := self.rope_scaling) is None:
             return []
         original = scaling.original_context_length
-        return [*scaling.problems(), *_true_of([
+        rules = [
+            (scaling.low_freq_factor <= 0,
+             f"rope_scaling.low_freq_factor must be above 0, not {scaling.low_freq_factor}."),
+            (scaling.high_freq_factor <= scaling.low_freq_factor,
+             f"rope_scaling.high_freq_factor ({scaling.high_freq_factor}) must be above low_freq_factor "
+             f"({scaling.low_freq_factor})."),
             (scaling.factor < 1, f"rope_scaling.factor must be at least 1, not {scaling.factor}."),
             (original <= 0, f"rope_scaling.original_context_length must be above 0, not {original}."),
             (original >= self.context_length,
              f"rope_scaling.original_context_length ({original}) must be below context_length ({self.context_length}), "
              f"because rope_scaling extends the context (transformers warns of such a model). Raise context_length, or "
-             f"leave rope_scaling out to train from scratch.")])]
+             f"leave rope_scaling out to train from scratch.")]
+        return [sentence for holds, sentence in rules if holds]
 
     @property
     def head_width(self) -> int:
         """Width of one attention head."""
         return self.dim // self.heads if self.head_dim is None else self.head_dim
-
-    def window_of(self, layer: int) -> int | None:
-        """How many tokens a query of this layer (from 0) sees at most; None: all before it."""
-        interval = self.full_attention_interval
-        return None if interval is not None and (layer + 1) % interval == 0 else self.sliding_window
-
-    def rotates(self, layer: int) -> bool:
-        """Whether this layer (from 0) has a rotary embedding."""
-        return self.no_rope_layer_interval is None or (layer + 1) % self.no_rope_layer_interval != 0
-
-    @property
-    def layer_kinds(self) -> list[tuple[int | None, bool]]:
-        """`window_of` and `rotates` of each layer."""
-        return [(self.window_of(layer), self.rotates(layer)) for layer in range(self.layers)]
 
     @property
     def hidden(self) -> int:
@@ -254,12 +161,8 @@ class ModelConfig(BaseModel):
     @property
     def non_embedding_parameter_count(self) -> int:
         """Parameters of blocks and norms: without the token embedding and without the output layer."""
-        vectors = (2 * self.layers + 1) * self.dim  # norms
-        if self.qk_norm:
-            vectors += 2 * self.layers * self.head_width
-        if self.qkv_bias:
-            vectors += self.layers * (self.heads + 2 * self.kv_heads) * self.head_width
-        return self.matmul_parameter_count - self._known_vocab_size() * self.dim + vectors
+        norms = (2 * self.layers + 1) * self.dim
+        return self.matmul_parameter_count - self._known_vocab_size() * self.dim + norms
 
     @property
     def parameter_count(self) -> int:
@@ -270,12 +173,11 @@ class ModelConfig(BaseModel):
     def differences(self, other: "ModelConfig", free: Collection[str] = ()) -> dict[str, tuple[Any, Any]]:
         """The settings in which another network is not this one, each with the value here and the value there.
 
-        All fields are compared but those in `free`, a later field too. Settings that say the same in two ways are
-        equal: a width that is derived, and an interval beyond the last layer.
+        All fields are compared but those in `free`, a later field too. A width that is derived equals one that is set.
         """
         differing = {}
         for name in type(self).model_fields:
-            if name in free or name in _WIDTH_RULE or (name in _LAYER_KINDS and self.layer_kinds == other.layer_kinds):
+            if name in free or name in _WIDTH_RULE:
                 continue
             own, others = (getattr(shape, _DERIVED.get(name, name)) for shape in (self, other))
             if own != others:
@@ -291,13 +193,9 @@ class ModelConfig(BaseModel):
         A multiply-add counts 2; width is heads * head_width, which is dim in every Llama. The attention term is the two
         products QK^T and PV, 2 * 2 * width * sequence_length forward per layer; a causal query sees half of the keys on
         average. The full form is PaLM's (appendix B), which most published MFU numbers use; the causal one is closer to
-        what fused kernels compute. Neither counts the embedding lookup, norms or recomputation. A layer with a
-        sliding_window w below sequence_length has w in its place, and causal w - w^2 / (2 sequence_length).
+        what fused kernels compute. Neither counts the embedding lookup, norms or recomputation.
         """
-        seen = 0.0
-        for layer in range(self.layers):
-            width = min(self.window_of(layer) or sequence_length, sequence_length)
-            seen += width - width * width / (2 * sequence_length) if causal else width
+        seen = self.layers * sequence_length / (2 if causal else 1)
         return 6.0 * self.matmul_parameter_count + 12.0 * self.heads * self.head_width * seen
 
     def kv_cache_bytes(self, batch: int, length: int, bytes_per_value: int) -> int:

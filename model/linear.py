@@ -70,19 +70,18 @@ def onednn_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """torch's linear layer, by default without bias. It uses oneDNN where that is faster; it can then be differentiated
-    once."""
+    """torch's linear layer without bias. It uses oneDNN where that is faster; it can then be differentiated once."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
-        super().__init__(inputs, outputs, bias=bias)
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., inputs) -> (..., outputs)."""
         # In this order, because for single tokens the checks of `_plain` take longer than the product.
         if not torch.compiler.is_compiling() and by_onednn().with_weight and _plain(x, self.weight):
             out: Tensor = _Linear.apply(x, self.weight)
-            return out if self.bias is None else out + self.bias
-        return F.linear(x, self.weight, self.bias)
+            return out
+        return F.linear(x, self.weight)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:

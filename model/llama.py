@@ -49,11 +49,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each with a norm before and added to the residual stream after. layer: from 0."""
+    """Attention and feed-forward, each with a norm before and added to the residual stream after."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention = Attention(config, layer)
+        self.attention = Attention(config)
         self.feed_forward = FeedForward(config)
         # nn.RMSNorm computes in float32 inside and returns its input's dtype. Fused, it takes 1.5 ms, against 3.8 ms
         # with separate operators (2,048 x 288, forward + backward, 2 CPU threads).
@@ -94,7 +94,7 @@ class Blocks(nn.ModuleList):
     def __init__(self, config: ModelConfig, layers: range) -> None:
         super().__init__()
         for layer in layers:
-            self.add_module(str(layer), Block(config, layer))
+            self.add_module(str(layer), Block(config))
 
 
 class ModelOutput(Linear):
@@ -188,13 +188,14 @@ class Llama(nn.Module):
         exact = wide(h.dtype)
         if positions is None:
             positions = torch.arange(start, end, device=tokens.device).unsqueeze(0)
-        rotation, window = self.rotary_table.at(positions, exact), self.config.sliding_window
+        rotation = self.rotary_table.at(positions, exact)
         if mask is not None:
-            layout = Layout.masked(rotation, mask, positions, window)
+            layout = Layout(rotation, prepared=mask)
         elif documents is None:
-            layout = Layout.causal(rotation, tokens.shape[1], start, tokens.device, h.dtype, window)
+            layout = Layout.causal(rotation, tokens.shape[1], start, tokens.device, h.dtype)
         else:
-            layout = Layout.of(rotation, self.backend, Documents(documents, document_lengths), h.dtype, window)
+            prepared = self.backend.prepare(Documents(documents, document_lengths), h.dtype)
+            layout = Layout(rotation, self.backend, prepared)
         for index, layer in zip(self.part.layers, self.layers, strict=True):
             h = layer(h, layout, caches[index] if caches else None)
         if not self.part.predicts:
@@ -241,17 +242,15 @@ def initial_value(
     - embedding, wq, wk, wv, w1, w3: normal, standard deviation 0.02
     - wo, w2: 0.02 / sqrt(2 * layers), because that many of them add up
     - output: dim**-0.5, so that initial logits are of order 1
-    - norms: 1; biases: 0
+    - norms: 1
 
     Normals are cut at 3 standard deviations. Raises ValueError for a name that is not a Llama's.
     """
     rows = range(shape[0]) if rows is None else rows
     value = torch.empty(len(rows), *shape[1:], dtype=torch.float32, device="cpu")
     match name.split(".")[-2:]:
-        case ["attention_norm" | "ffn_norm" | "norm" | "q_norm" | "k_norm", "weight"]:
+        case ["attention_norm" | "ffn_norm" | "norm", "weight"]:
             return value.fill_(1)
-        case ["wq" | "wk" | "wv", "bias"]:
-            return value.fill_(0)
         case ["tok_embeddings" | "wq" | "wk" | "wv" | "w1" | "w3", "weight"]:
             deviation = 0.02
         case ["wo" | "w2", "weight"]:

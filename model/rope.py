@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021) in Meta's layout, with Llama 3.1's or YaRN's frequency scaling.
+"""Rotary position embedding (Su et al., 2021) in Meta's layout, with Llama 3.1's frequency scaling.
 
 Dimensions 2i and 2i+1 of a head are one pair, rotated by position * theta^(-2i / head_dim). Hugging Face pairs
 i with i + head_dim/2 instead; `drover.pipeline.formats.huggingface` permutes the weights between the two.
@@ -11,31 +11,20 @@ import math
 import torch
 from torch import Tensor
 
-from drover.model.config import ModelConfig, RopeScaling, YarnScaling
+from drover.model.config import ModelConfig, RopeScaling
 from drover.model.devices import is_mps
 
 
-def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None = None) -> Tensor:
+def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
     """Angle per position of each pair: (head_dim / 2,) float64 on the CPU, from fast to slow.
 
     Llama 3.1's scaling follows llama-models' apply_scaling: wavelengths below original / high_freq_factor stay, those
-    above original / low_freq_factor are stretched by the factor, those between are blended. YaRN's, as transformers
-    has it, blends by a pair's number, between the pairs that turn beta_fast and beta_slow times within the original
-    context.
+    above original / low_freq_factor are stretched by the factor, those between are blended.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     frequencies = theta**-exponents
     if scaling is None:
         return frequencies
-    if isinstance(scaling, YarnScaling):
-        def pair_of(turns: float) -> float:
-            ratio = scaling.original_context_length / (2 * math.pi * turns)
-            return head_dim * math.log(ratio) / (2 * math.log(theta))
-        first = max(math.floor(pair_of(scaling.beta_fast)), 0)
-        last = min(math.ceil(pair_of(scaling.beta_slow)), head_dim - 1)
-        pairs = torch.arange(head_dim // 2, dtype=torch.float64, device="cpu")
-        stretched = ((pairs - first) / (last - first or 0.001)).clamp(0, 1)
-        return (1 - stretched) * frequencies + stretched * frequencies / scaling.factor
     turns = scaling.original_context_length * frequencies / (2 * math.pi)  # within the original context
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0, 1)
@@ -108,6 +97,5 @@ class RotaryTable:
             frequencies = rotary_frequencies(config.head_width, config.rope_theta, config.rope_scaling)
             positions = torch.arange(config.context_length, dtype=self.precision, device="cpu")
             angles = torch.outer(positions, frequencies.to(self.precision))
-            size = config.rope_scaling.amplitude if isinstance(config.rope_scaling, YarnScaling) else 1.0
-            self._tables[key] = ((size * angles.cos()).to(device, dtype), (size * angles.sin()).to(device, dtype))
+            self._tables[key] = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
         return self._tables[key]

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from drover.model.config import ModelConfig
-    from drover.pipeline.config.tree import Config
     from drover.pipeline.contract.inputs import Expected
     from drover.pipeline.contract.stage_work import Work
     from drover.pipeline.formats.huggingface import Read
@@ -29,28 +28,6 @@ if TYPE_CHECKING:
 CHECKED_TOKENS = 512
 """How many validation tokens are compared. A float64 forward pass of the checkpoint is the reference for transformers
 with the export, and for the training model: logits, argmax tokens, token losses."""
-
-
-def problems(config: Config) -> list[str]:
-    """Why the network cannot be exported, before it is trained.
-
-    The installed transformers decides, which takes seconds to import. Every version has a plain Llama.
-    """
-    from drover.model.huggingface import is_plain
-    from drover.pipeline.tokenization.files import SETTINGS, names_qwen2, ready_file
-
-    if is_plain(config.model):
-        return []
-    from drover.pipeline.formats.huggingface import refuse_unexportable
-
-    qwens = config.model.qkv_bias and config.tokenizer.kind == "huggingface" and names_qwen2(
-        ready_file(config.tokenizer).with_name(SETTINGS))  # only biases depend on it
-    try:
-        refuse_unexportable(config.model, qwens=qwens)
-    except UserError as error:
-        return [f"{error} To train the network without an export, request the stages up to train (--stage "
-                f"shard,tokenizer,encode,train)."]
-    return []
 
 
 def convert(work: Work) -> None:
@@ -73,17 +50,15 @@ def _convert(work: Work) -> None:
 
     from drover.pipeline.data.remote_tokens import download_shards, recorded_shards
     from drover.pipeline.data.token_shards import ShardTable
-    from drover.pipeline.formats.huggingface import Source, huggingface_files, refuse_unexportable, write_folder
+    from drover.pipeline.formats.huggingface import Source, huggingface_files, write_folder
     from drover.pipeline.formats.weights import MeanWeights, reader
     from drover.pipeline.records.checkpoints import CHECKPOINTS, checkpoint_name, read_marker
     from drover.pipeline.records.weight_files import FILE, read_settings
-    from drover.pipeline.tokenization.files import MODEL_FILE, SETTINGS, names_qwen2, settings_text
+    from drover.pipeline.tokenization.files import MODEL_FILE, SETTINGS, settings_text
     from drover.pipeline.tokenization.tokenizer import load_tokenizer
 
     train_folder, trained = work.input("train")
     tokenizer_folder, tokenizer = work.input("tokenizer")
-    qwens = names_qwen2(tokenizer_folder / "hf" / SETTINGS)
-    refuse_unexportable(work.config.model, qwens=qwens)
     checkpoint = train_folder / trained.counts["checkpoint"]
     read_marker(checkpoint)
     table = ShardTable.of(work.input("encode")[1].outputs)
@@ -111,7 +86,7 @@ def _convert(work: Work) -> None:
                "eos_token_id": generation.get("eos_token_id", tokenizer.counts["eos_id"]),
                **{name: generation[name] for name in ("pad_token_id",) if name in generation}}
         write_folder(temporary, huggingface_files(Source(config, dtype, read), int(settings.max_shard_mb * 1e6), ids,
-                                                  generation, qwens=qwens))
+                                                  generation))
         vocabulary = load_tokenizer(tokenizer_folder)
         copied = sorted((tokenizer_folder / "hf").iterdir())
         # llama.cpp reads the scores of merges from it. It would also read a unigram model's scores as such.

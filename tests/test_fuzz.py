@@ -196,7 +196,7 @@ def _read_checkpoint(folder):
 
 
 def _hugging_face(folder):
-    model = for_tokenizer(TOKENIZER_OF_BYTES, dim=12, ffn_dim=8, layers=1, qkv_bias=True)
+    model = for_tokenizer(TOKENIZER_OF_BYTES, dim=12, ffn_dim=8, layers=1)
     write_huggingface(folder / "hf", model, TOKENIZER_OF_BYTES)
 
 

@@ -13,9 +13,6 @@ from tests.formats.exporting import write_model
 
 TOKENIZER_OF_BYTES = byte_tokenizer()
 SHAPE = {"dim": 48, "layers": 2, "heads": 6, "kv_heads": 2, "ffn_dim": 80, "context_length": 128}
-DESCENDANT = {"head_dim": 16, "qkv_bias": True, "qk_norm": True, "sliding_window": 7, "full_attention_interval": 3,
-              "no_rope_layer_interval": 2}
-"""Where Llama's descendants differ, all at once: of three layers the last sees all, the second is not rotated."""
 
 
 def opinionated(config, seed=1):

@@ -67,15 +67,13 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
     """
     import torch
 
-    from drover.pipeline.formats.huggingface import Source, huggingface_files, refuse_unexportable
+    from drover.pipeline.formats.huggingface import Source, huggingface_files
     from drover.pipeline.formats.weights import open_weights, reader
     from drover.tools.weights_companions import carried_files, companions_of
 
     with open_weights(source) as weights:
         config, companions = weights.config, companions_of(weights)
-        if form == "hf":
-            refuse_unexportable(config, qwens=companions.qwens)
-        else:
+        if form == "dcp":
             from drover.pipeline.formats.dcp import dcp_files, refuse_other_networks
             refuse_other_networks(config)
         source_dtype = reduce(torch.promote_types, {weights.dtype(name) for name in weights.shapes})
@@ -84,7 +82,7 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
         progress = ProgressBar("weights", f"to {form} in {_short_name(dtype)}", 0, "pieces")
         made = Source(config, dtype, reader(weights, dtype, progress.advance))
         files = dcp_files(made, companions.token_ids) if form == "dcp" else \
-            huggingface_files(made, shard_bytes, companions.token_ids, qwens=companions.qwens)
+            huggingface_files(made, shard_bytes, companions.token_ids)
         others, sentences = carried_files(companions, form)
         files = [*{file.name: file for file in (*files, *others)}.values()]
         progress.total = sum(file.rectangles for file in files)

@@ -20,7 +20,6 @@ from drover.pipeline.tokenization.files import (
     SETTINGS,
     kind_of_model,
     names_code,
-    names_qwen2,
     settings_text,
     vocabulary_record,
 )
@@ -54,12 +53,6 @@ class Companions:
     token_ids: Record = field(default_factory=dict)
     context_length: int | None = None
     trained_with: Tokenizer | None = None
-
-    @property
-    def qwens(self) -> bool:
-        """Whether the tokenizer is Qwen2's, or there is none."""
-        none = self.vocabulary is None and not {*TOKENIZER} & self.files.keys()
-        return none or (SETTINGS in self.files and names_qwen2(self.files[SETTINGS]))
 
 
 def companions_of(weights: Weights) -> Companions:

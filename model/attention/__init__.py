@@ -9,8 +9,7 @@ to every block. Blocks pass it on to `Attention`, which calls the `attend` of it
     sdpa.py varlen.py flex.py    the backends
 
 Only documents need a backend. A pass without them (`train.across_documents`, generation) is plain causal attention, for
-which torch chooses the kernel. That has no sliding window. So with one, training across documents gives the backend
-each row as a document, and generation uses a mask.
+which torch chooses the kernel.
 
 **To add a backend**, derive a class from `backend.Backend`; its docstrings describe each method. Then either
 

@@ -25,7 +25,6 @@ class Where:
         dtype: of queries, keys and values.
         compiled: whether the blocks run under torch.compile.
         head_dim: width of a head.
-        windowed: whether any layer has a sliding window.
         segmented: whether queries form segments with more keys than queries (`Keys`).
     """
 
@@ -33,7 +32,6 @@ class Where:
     dtype: torch.dtype
     compiled: bool
     head_dim: int
-    windowed: bool = False
     segmented: bool = False
 
 
@@ -58,18 +56,12 @@ class Documents:
         numbers: (batch, length) ints, equal inside a document and different from one to the next.
         lengths: of the documents in tokens, row after row, from the loader. None: they are read from `numbers`, and the
             host waits for the device.
-        window: how many tokens of its document a query sees at most, including itself; None: all before it.
         keys: given for segments. `numbers` and the queries are then one row, and `attend` gets all k and v as another
             row. None: whole documents, with a key for each query.
     """
 
-    def __init__(self, numbers: Tensor, lengths: Sequence[int] | None = None, window: int | None = None,
-                 keys: Keys | None = None) -> None:
-        self.numbers, self.given, self.window, self.keys = numbers, lengths, window, keys
-
-    def within(self, window: int) -> Documents:
-        """The same documents seen through a sliding window."""
-        return Documents(self.numbers, self.given, window, self.keys)
+    def __init__(self, numbers: Tensor, lengths: Sequence[int] | None = None, keys: Keys | None = None) -> None:
+        self.numbers, self.given, self.keys = numbers, lengths, keys
 
     @property
     def key_lengths(self) -> tuple[int, ...]:
@@ -108,19 +100,15 @@ class Backend(ABC):
         name: for messages.
         operators: torch's operators whose results `attention` in `train.kept_activations` keeps, as a TorchDispatchMode
             sees them (`torch.ops.aten.mm.default`). Without any, attention is recomputed.
-        windows: whether it supports `Documents.window`. Without, it is refused for models with sliding windows.
         segments: whether it supports `Documents.keys`. Without, it is refused under context parallelism.
     """
 
     name: ClassVar[str]
-    windows: ClassVar[bool] = False
     segments: ClassVar[bool] = False
     operators: ClassVar[frozenset[Any]] = frozenset()
 
     def refusal(self, where: Where) -> str:
-        """Why it cannot run there, as the rest of a sentence; empty if it can. Includes windows and segments."""
-        if where.windowed and not self.windows:
-            return "knows no sliding window"
+        """Why it cannot run there, as the rest of a sentence; empty if it can. Includes segments."""
         return "knows no context parallelism" if where.segmented and not self.segments else self.unsupported(where)
 
     @abstractmethod
@@ -129,8 +117,7 @@ class Backend(ABC):
 
     @abstractmethod
     def prepare(self, documents: Documents, dtype: torch.dtype) -> Any:
-        """Prepare the documents for `attend`. Called once in a forward pass, and once more for layers with a sliding
-        window; never inside a compiled graph.
+        """Prepare the documents for `attend`. Called once in a forward pass; never inside a compiled graph.
 
         dtype: of queries, keys and values. torch.compile treats integers and shapes in the result as constants: one
         that changes with every batch costs a compilation each time.

@@ -20,7 +20,6 @@ class Flex(Backend):
     """`torch.nn.attention.flex_attention`, with one block mask for each forward pass."""
 
     name = "flex"
-    windows = True
     # In a compiled block it is the first operator. In an eager block, where only the kernel is compiled, the second.
     operators = frozenset({torch.ops.higher_order.flex_attention}) | {
         operator for operator in [getattr(torch._higher_order_ops, "inductor_compiled_code", None)] if operator}
@@ -39,8 +38,7 @@ class Flex(Backend):
         numbers = documents.numbers
         batch, length = numbers.shape
         make: Any = _compiled(create_block_mask) if numbers.is_cuda else create_block_mask
-        first = first_tokens(documents)
-        return make(rule(first), batch, None, length, length, device=str(numbers.device))
+        return make(rule(first_tokens(documents)), batch, None, length, length, device=str(numbers.device))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, prepared: BlockMask) -> Tensor:
         """See Backend."""
@@ -51,12 +49,9 @@ class Flex(Backend):
 
 
 def first_tokens(documents: Documents) -> Tensor:
-    """The position of the first key that each token sees, at the begin of its document or of the window: (batch,
-    length) int32."""
-    numbers, window = documents.numbers, documents.window
-    place = torch.arange(numbers.shape[1], dtype=torch.int32, device=numbers.device)
-    first = torch.where(documents.begins, place, 0).cummax(dim=1).values
-    return first if window is None else first.maximum(place - window + 1)
+    """The position of the first token of each token's document: (batch, length) int32."""
+    place = torch.arange(documents.numbers.shape[1], dtype=torch.int32, device=documents.numbers.device)
+    return torch.where(documents.begins, place, 0).cummax(dim=1).values
 
 
 def rule(first: Tensor) -> Any:

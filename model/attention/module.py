@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from drover.model.attention.backend import Backend, Documents
+from drover.model.attention.backend import Backend
 from drover.model.attention.sdpa import Sdpa, dense_mask
 from drover.model.config import ModelConfig
 from drover.model.linear import Linear
@@ -25,41 +25,19 @@ class Layout:
         backend: computes attention in this pass.
         prepared: the backend's form of the documents: a mask, cumulative lengths, blocks; None for plain causal
             attention.
-        windowed: the same for layers with a sliding window.
 
     NOTE: deliberately neither a tensor, a tuple nor a dataclass, like Rotation: mixed precision would cast their
     contents.
     """
 
-    def __init__(self, rotation: Rotation, backend: Backend = PLAIN, prepared: Any = None,
-                 windowed: Any = None) -> None:
-        self.rotation, self.backend, self.prepared, self.windowed = rotation, backend, prepared, windowed
+    def __init__(self, rotation: Rotation, backend: Backend = PLAIN, prepared: Any = None) -> None:
+        self.rotation, self.backend, self.prepared = rotation, backend, prepared
 
     @classmethod
-    def of(cls, rotation: Rotation, backend: Backend, documents: Documents, dtype: torch.dtype,
-           window: int | None = None) -> Layout:
-        """Tokens see the earlier tokens of their own document. dtype: of queries, keys and values. window: of the
-        layers that have one."""
-        windowed = None if window is None else backend.prepare(documents.within(window), dtype)
-        return cls(rotation, backend, backend.prepare(documents, dtype), windowed)
-
-    @classmethod
-    def causal(cls, rotation: Rotation, length: int, start: int, device: torch.device, dtype: torch.dtype,
-               window: int | None = None) -> Layout:
-        """Tokens start .. start + length - 1 see all tokens up to themselves; those before `start` are in a cache.
-        window: of the layers that have one."""
-        mask = None if start == 0 or length == 1 else dense_mask(length, start, None, device, dtype)
-        beyond = window is not None and start + length > window
-        return cls(rotation, PLAIN, mask, dense_mask(length, start, None, device, dtype, window) if beyond else mask)
-
-    @classmethod
-    def masked(cls, rotation: Rotation, mask: Tensor, positions: Tensor, window: int | None = None) -> Layout:
-        """Tokens see what `mask`, (batch, 1, length, keys), allows, of a cache whose rows all begin at place 0.
-        positions: of the tokens, (batch, length). window: of the layers that have one."""
-        if window is None:
-            return cls(rotation, PLAIN, mask)
-        before = torch.arange(mask.shape[-1], device=mask.device) <= positions.unsqueeze(-1) - window
-        return cls(rotation, PLAIN, mask, mask.masked_fill(before.unsqueeze(1), -torch.inf))
+    def causal(cls, rotation: Rotation, length: int, start: int, device: torch.device, dtype: torch.dtype) -> Layout:
+        """Tokens start .. start + length - 1 see all tokens up to themselves; those before `start` are in a cache."""
+        return cls(rotation, PLAIN, None if start == 0 or length == 1 else
+                   dense_mask(length, start, None, device, dtype))
 
 
 class Cache(Protocol):
@@ -103,41 +81,28 @@ class KeyValueCache:
 
 
 class Attention(nn.Module):
-    """Causal self-attention whose key and value heads are each shared by a group of query heads.
+    """Causal self-attention whose key and value heads are each shared by a group of query heads."""
 
-    Args:
-        layer: its number, from 0: some have a sliding window or no rotary embedding.
-    """
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_width
-        self.rotates, self.windowed = config.rotates(layer), config.window_of(layer) is not None
         width, kv_width = config.heads * config.head_width, config.kv_heads * config.head_width
-        self.wq = Linear(config.dim, width, bias=config.qkv_bias)
-        self.wk = Linear(config.dim, kv_width, bias=config.qkv_bias)
-        self.wv = Linear(config.dim, kv_width, bias=config.qkv_bias)
+        self.wq = Linear(config.dim, width)
+        self.wk = Linear(config.dim, kv_width)
+        self.wv = Linear(config.dim, kv_width)
         self.wo = Linear(width, config.dim)
-        self.q_norm, self.k_norm = (nn.RMSNorm(config.head_width, eps=config.norm_eps) if config.qk_norm else None
-                                    for _ in range(2))
 
     def forward(self, x: Tensor, layout: Layout, cache: Cache | None = None) -> Tensor:
         """x: (batch, length, dim) -> the same; layout: of this forward pass; cache: this layer's, which is extended."""
         batch, length, _ = x.shape
         # Keys and values come first, so that their exchange with other ranks runs while queries are computed. The
         # number of heads is open (-1), because under tensor parallelism a rank holds only some of them.
-        k = self._normed_and_rotated(self.wk(x).view(batch, length, -1, self.head_dim), self.k_norm, layout)
+        k = layout.rotation(self.wk(x).view(batch, length, -1, self.head_dim))
         v = self.wv(x).view(batch, length, -1, self.head_dim)  # (batch, length, kv_heads, head_dim), as k
         if cache is not None:
             k, v = cache.extend(k, v)
         k, v = layout.backend.offer(k, v)
-        q = self._normed_and_rotated(self.wq(x).view(batch, length, -1, self.head_dim), self.q_norm, layout)
+        q = layout.rotation(self.wq(x).view(batch, length, -1, self.head_dim))
         # Each query's mean of its visible values, weighted by softmax(q k^T / sqrt(head_dim)), in the shape of q.
-        seen = layout.backend.attend(q, k, v, layout.windowed if self.windowed else layout.prepared)
+        seen = layout.backend.attend(q, k, v, layout.prepared)
         return self.wo(seen.flatten(2))  # (batch, length, dim)
-
-    def _normed_and_rotated(self, heads: Tensor, norm: nn.Module | None, layout: Layout) -> Tensor:
-        """Queries or keys, (batch, length, heads, head_dim), normalized and rotated if the layer does so."""
-        if norm is not None:
-            heads = norm(heads)
-        return layout.rotation(heads) if self.rotates else heads

@@ -25,22 +25,18 @@ ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 def dense_mask(
     length: int, start: int, documents: Tensor | None, device: torch.device, dtype: torch.dtype = torch.float32,
-    window: int | None = None,
 ) -> Tensor:
     """The mask that is added to the scores: (batch or 1, 1, length, start + length), 0 if a query sees a key, else
     -inf.
 
     The queries are tokens start .. start + length - 1, the keys all tokens up to there. documents: (batch,
-    length) ints, only with start 0; tokens of different documents do not see each other. window: how many keys a
-    query sees at most, including its own.
+    length) ints, only with start 0; tokens of different documents do not see each other.
 
     A boolean mask would be converted to this one in each layer, and each copy kept for the backward pass: 134 MB per
     layer at 8,192 tokens in bf16.
     """
     assert documents is None or start == 0, "a cache holds one document"
     seen = torch.ones(length, start + length, dtype=torch.bool, device=device).tril(start)[None, None]
-    if window is not None:
-        seen = seen.triu(start - window + 1)
     if documents is not None:
         seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
@@ -57,8 +53,6 @@ def segment_mask(documents: Documents, dtype: torch.dtype) -> Tensor:
     behind_of_key = keys.cumsum(0)[segment_of_key] - torch.arange(len(segment_of_key), device=device)
     distance = behind_of_key - behind[:, None]  # (queries, keys)
     seen = (segment[:, None] == segment_of_key) & (distance >= 0)
-    if documents.window is not None:
-        seen = seen & (distance < documents.window)
     mask = torch.full((1, 1, len(segment), documents.key_rows), -torch.inf, dtype=dtype, device=device)
     mask[0, 0, :, :len(segment_of_key)].masked_fill_(seen, 0)
     return mask
@@ -68,7 +62,7 @@ class Sdpa(Backend):
     """The dense mask, (batch, 1, length, length). Every layer computes all scores."""
 
     name = "sdpa"
-    windows = segments = True
+    segments = True
     operators = frozenset({
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -85,7 +79,7 @@ class Sdpa(Backend):
         if documents.keys is not None:
             return segment_mask(documents, dtype)
         numbers = documents.numbers
-        return dense_mask(numbers.shape[1], 0, numbers, numbers.device, dtype, documents.window)
+        return dense_mask(numbers.shape[1], 0, numbers, numbers.device, dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, prepared: Tensor | None) -> Tensor:
         """See Backend. prepared: a mask as `dense_mask` makes it; None is plain causal attention, and a single query
@@ -137,7 +131,7 @@ class ByDocument(Backend):
     """Calls the kernel once for each run of documents of equal length."""
 
     name = "by_document"
-    windows = segments = True
+    segments = True
     operators = Sdpa.operators
 
     def unsupported(self, where: Where) -> str:
@@ -145,11 +139,9 @@ class ByDocument(Backend):
         return "cannot be compiled, because every batch has documents of other lengths" if where.compiled else ""
 
     def prepare(self, documents: Documents, dtype: torch.dtype) -> tuple[DocumentRun, ...] | Tensor:
-        """See Backend: runs of documents. The dense mask if it is faster, or if a document is longer than the window,
-        which these kernels do not support."""
+        """See Backend: runs of documents, or the dense mask if it is faster."""
         short = documents.numbers.shape[1] < HALF_PRECISION_FROM
-        beyond = documents.window is not None and max(documents.key_lengths) > documents.window
-        if beyond or (short and dtype.itemsize == 2 and documents.numbers.is_cpu):
+        if short and dtype.itemsize == 2 and documents.numbers.is_cpu:
             return _ALONE.prepare(documents, dtype)
         runs: list[DocumentRun] = []
         for length, keys in zip(documents.lengths, documents.key_lengths, strict=True):

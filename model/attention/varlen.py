@@ -24,16 +24,15 @@ class Edges(NamedTuple):
     """Offsets of documents, or segments, in the row of all tokens, and of their keys in the row of all keys.
 
     edges: int32, from 0 to the number of tokens. Empty documents at the end pad their number to a power of two.
-    longest: tokens of the longest document, rounded up to a power of two; the kernel's bound. before: how many keys
-    before its own a query sees at most; -1 for all. key_edges, longest_keys: the same for keys; equal to those of
-    queries for whole documents. If a segment has more keys than queries, the kernel aligns their ends.
+    longest: tokens of the longest document, rounded up to a power of two; the kernel's bound. key_edges, longest_keys:
+    the same for keys; equal to those of queries for whole documents. If a segment has more keys than queries, the
+    kernel aligns their ends.
 
     Numbers and lengths are rounded, because each new one would compile a graph again.
     """
 
     edges: Tensor
     longest: int
-    before: int
     key_edges: Tensor
     longest_keys: int
 
@@ -42,7 +41,7 @@ class Varlen(Backend):
     """`torch.nn.attention.varlen.varlen_attn`."""
 
     name = "varlen"
-    windows = segments = True
+    segments = True
     operators = frozenset({torch.ops.torch_attn._varlen_attn.default})
 
     def unsupported(self, where: Where) -> str:
@@ -60,18 +59,17 @@ class Varlen(Backend):
         """See Backend."""
         device = documents.numbers.device
         edges, longest = _edges(documents.lengths, device), _longest(documents.lengths, documents.numbers.shape[1])
-        before = -1 if documents.window is None else documents.window - 1
         if documents.keys is None:
-            return Edges(edges, longest, before, edges, longest)
-        return Edges(edges, longest, before, _edges(documents.key_lengths, device),
+            return Edges(edges, longest, edges, longest)
+        return Edges(edges, longest, _edges(documents.key_lengths, device),
                      _longest(documents.key_lengths, documents.key_rows))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, prepared: Edges) -> Tensor:
         """See Backend."""
-        edges, longest, before, key_edges, longest_keys = prepared
+        edges, longest, key_edges, longest_keys = prepared
         options: dict[str, Any] = {"enable_gqa": True} if KNOWS_GROUPS else {}
         q_row, k_row, v_row = (tensor.flatten(0, 1) for tensor in (q, k, v))  # (tokens, heads, head_dim)
-        seen = (before, 0)  # so many keys back, none ahead
+        seen = (-1, 0)  # all keys back, none ahead
         out: Any = varlen_attn(q_row, k_row, v_row, edges, key_edges, longest, longest_keys, window_size=seen,
                                **options)
         return out.view(q.shape)

@@ -78,12 +78,10 @@ ELSEWHERE = {
     "model.heads": "num_heads n_heads n_head num_attention_heads",
     "model.kv_heads": "num_key_value_heads n_kv_heads num_kv_heads num_query_groups",
     "model.head_dim": "d_head head_size kv_channels",
-    "model.qkv_bias": "attention_bias add_qkv_bias attn_bias",
     "model.ffn_dim": "intermediate_size ffn_hidden_size d_ff hidden_dim mlp_dim",
     "model.context_length": "max_position_embeddings max_seq_len seq_len seq_length block_size context_size n_ctx "
                             "sequence_length",
     "model.rope_theta": "rope_base rotary_base",
-    "model.sliding_window": "window_pattern window_size",
     "model.tied_embeddings": "tie_word_embeddings tie_embeddings weight_tying",
     "model.norm_eps": "rms_norm_eps norm_epsilon layer_norm_eps",
     "convert.average": "ema ema_decay checkpoint_averaging weight_averaging swa polyak",
@@ -136,7 +134,7 @@ MEANINGS = {
     "model.preset": "`drover presets` lists them", "shard.sources": "a list, such as [{kind: hf, dataset: ...}]",
     "train.optimizer": "in lower case", "train.beta1": "the second one is train.beta2",
     "train.log_to": "[tensorboard], [wandb] or [mlflow]; docs/logging.md", "launch": "docs/slurm.md",
-    "name": "the same command continues the run of this name", "model.sliding_window": "in tokens",
+    "name": "the same command continues the run of this name",
 }
 WITHOUT_MEANING = ("name", "type", "kind", "mode", "enable", "freq")
 """Names that say nothing without their section."""

@@ -480,9 +480,6 @@ def _shape(name: str, given: Tree, place: str, config: Path) -> Tree:
     shape = model.model_dump()
     if not {"ffn_dim_multiplier", "multiple_of"} & given.keys():  # store the width itself, not the rule for it
         shape |= {"ffn_dim": model.hidden, "ffn_dim_multiplier": None, "multiple_of": ModelConfig().multiple_of}
-    scaling, own = given.get("rope_scaling"), shape["rope_scaling"]
-    if isinstance(scaling, dict) and own is not None and ("kind" in scaling) != ("kind" in own):
-        shape["rope_scaling"] = None  # another kind replaces it as a whole
     return merge(shape, given)
 
 

@@ -289,10 +289,6 @@ class TrainConfig(Section):
     """For `fp8`: linear layers that stay in bf16, by name or shell pattern: `["layers.0.*", "*.wk"]`. `small` names
     those whose products are faster in bf16. The output head always stays in bf16. So do layers with dimensions that are
     no multiples of 16."""
-    norms_every: PositiveInt | None = execution(None)
-    """Steps between two measurements of the norms of each parameter's gradient (before clipping), weight and update;
-    null: none. The first step of a start and the last step are measured too. Norms by layer are logged as curves;
-    events.jsonl has those of every parameter. In such a step a rank holds its part of the weights twice."""
     activation_checkpointing: Literal["none", "full", "selective"] = execution("none")
     """`full` keeps only each block's input and recomputes the rest. `selective` keeps `kept_activations` and recomputes
     norms, rotations and activation functions. Results are bit-identical; memory falls and time grows."""

@@ -87,8 +87,7 @@ def place(weights: Weights, device: torch.device, dtype: torch.dtype, *, ranks: 
         UserError: the weights cannot be read.
     """
     config = weights.config
-    attention = choose("auto", Where(device, dtype, compiled=False, head_dim=config.head_width,
-                                     windowed=config.sliding_window is not None))
+    attention = choose("auto", Where(device, dtype, compiled=False, head_dim=config.head_width))
     allowed = SHARE * min(ranks.gather(free_memory(device)))
     shards = dp_shard or fewest(config, dtype, allowed, ranks.world)
     if ranks.is_rank_zero and attention.fallback:

@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from drover.model.config import ModelConfig
-from drover.model.huggingface import export_class
 from drover.model.names import EMBEDDING, OUTPUT, parameter_shapes
 from drover.pipeline.config.loading import read_shape
 from drover.pipeline.core.errors import UserError
@@ -169,10 +168,9 @@ def _their_names(name: str, config: ModelConfig) -> Iterator[str]:
 
 def refuse_other_networks(config: ModelConfig) -> None:
     """UserError if torchtitan's Llama 3 cannot be this network."""
-    if export_class(config, qwens=True) != "llama" or config.head_width * config.heads != config.dim:
-        raise UserError("torchtitan's Llama 3 has no biases, windows, norms of queries and keys, or layers without a "
-                        "rotary embedding, and its heads together are as wide as the model. This network is another: "
-                        "give --format hf or drover.")
+    if config.head_width * config.heads != config.dim:
+        raise UserError("The heads of torchtitan's Llama 3 together are as wide as the model, and those of this "
+                        "network are not: give --format hf or drover.")
 
 
 def dcp_files(source: Source, token_ids: Mapping[str, Any]) -> list[OutputFile]:

@@ -13,11 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from drover.model.config import ModelConfig, YarnScaling
-from drover.model.huggingface import CLASSES, FULL, SLIDING, export_class, shape_of
+from drover.model.config import ModelConfig
 from drover.model.names import parameter_shapes, to_huggingface
-from drover.pipeline.core.console import quiet_imports
-from drover.pipeline.core.errors import UserError, installed_version
 from drover.pipeline.formats.tensor_file import FileLayout, MaybeDims, write_tensors
 
 
@@ -27,8 +24,6 @@ class Read(Protocol):
     def __call__(self, name: str, offset: MaybeDims = None, shape: MaybeDims = None, /) -> Tensor: ...
 
 
-_ANY_SIZE = 512
-"""Of a vocabulary, for checks before it is known."""
 Stored = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
 """Returns the names and tensors in a format's files of a parameter and its values."""
 
@@ -57,7 +52,7 @@ def text_file(name: str, text: str) -> OutputFile:
 
 
 def huggingface_files(source: Source, shard_bytes: int, token_ids: Mapping[str, Any],
-                      generation: Mapping[str, Any] | None = None, *, qwens: bool = True) -> list[OutputFile]:
+                      generation: Mapping[str, Any] | None = None) -> list[OutputFile]:
     """The safetensors files, their index, config.json and generation_config.json.
 
     Args:
@@ -65,19 +60,16 @@ def huggingface_files(source: Source, shard_bytes: int, token_ids: Mapping[str, 
             that two or three are in memory at a time.
         token_ids: bos_token_id, eos_token_id and so on, for both configurations.
         generation: further settings of generation_config.json.
-        qwens: as for `export_class`.
     """
-    content = config_to_json(source.config, source.dtype, qwens=qwens)
     files = list[OutputFile]()
     where = dict[str, str]()
     size = 0
-    theirs = partial(to_huggingface, config=source.config, fourth_bias=content["model_type"] != "qwen2")
-    for file, layouts in tensor_files(source, shard_bytes, theirs):
+    for file, layouts in tensor_files(source, shard_bytes, partial(to_huggingface, config=source.config)):
         files.append(file)
         where |= dict.fromkeys(layouts, file.name)
         size += sum(layout.size for layout in layouts.values())
     contents = {"model.safetensors.index.json": {"metadata": {"total_size": size}, "weight_map": where},
-                "config.json": {**content, **token_ids},
+                "config.json": {**config_to_json(source.config, source.dtype), **token_ids},
                 "generation_config.json": {**(generation or {}), **token_ids}}
     return [*files, *(text_file(name, json.dumps(content, indent=2) + "\n") for name, content in contents.items())]
 
@@ -117,21 +109,16 @@ def write_folder(folder: Path, files: list[OutputFile]) -> None:
         file.write(folder / file.name)
 
 
-def config_to_json(config: ModelConfig, dtype: torch.dtype, *, qwens: bool = True) -> dict[str, Any]:
-    """The content of config.json without token ids.
-
-    A Llama becomes a LlamaForCausalLM, and a network with more the class of transformers that computes the same
-    (`export_class`, also for `qwens`). ValueError if there is none.
-    """
+def config_to_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The content of config.json, of a LlamaForCausalLM, without token ids."""
     scaling = None
     if config.rope_scaling is not None:
-        settings = config.rope_scaling.model_dump(exclude={"kind"}, exclude_none=True)
-        scaling = {"rope_type": "yarn" if isinstance(config.rope_scaling, YarnScaling) else "llama3",
+        settings = config.rope_scaling.model_dump()
+        scaling = {"rope_type": "llama3",
                    "original_max_position_embeddings": settings.pop("original_context_length"), **settings}
-    kind = export_class(config, qwens=qwens)
     return {
-        "architectures": [CLASSES[kind]],
-        "model_type": kind,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,
         "intermediate_size": config.hidden,
@@ -140,9 +127,8 @@ def config_to_json(config: ModelConfig, dtype: torch.dtype, *, qwens: bool = Tru
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_width,
         "hidden_act": "silu",
-        "attention_bias": config.qkv_bias,
+        "attention_bias": False,
         "mlp_bias": False,
-        **_of_class(kind, config),
         "max_position_embeddings": config.context_length,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied_embeddings,
@@ -152,48 +138,3 @@ def config_to_json(config: ModelConfig, dtype: torch.dtype, *, qwens: bool = Tru
         "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta},
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-
-
-def _of_class(kind: str, config: ModelConfig) -> dict[str, object]:
-    """Settings that only this class has, and those whose defaults would be wrong."""
-    types = [SLIDING if config.window_of(layer) else FULL for layer in range(config.layers)]
-    windowed = SLIDING in types
-    window = {"sliding_window": config.sliding_window if windowed else None}
-    if kind in ("mistral", "ministral"):
-        # transformers takes the tokenizer next to a Mistral of an earlier version for one with a known fault.
-        return {**window, **({"layer_types": types} if kind == "ministral" else {}), "transformers_version": "5.0.0"}
-    windows = {"use_sliding_window": windowed, **window, "layer_types": types}
-    if kind in ("qwen2", "qwen3"):
-        # max_window_layers: what readers before layer_types ask, layers from there on have the window.
-        return {**windows, "max_window_layers": types.index(SLIDING) if windowed else config.layers}
-    if kind == "smollm3":
-        # Its default would be a token that small vocabularies do not have.
-        return {**windows, "no_rope_layers": [int(config.rotates(layer)) for layer in range(config.layers)],
-                "pad_token_id": None, "no_rope_layer_interval": config.no_rope_layer_interval}
-    return {}
-
-
-def refuse_unexportable(config: ModelConfig, *, qwens: bool) -> None:
-    """Raise UserError if no class of the installed transformers can be this network. Imports transformers.
-
-    Args:
-        config: `vocab_size` may be unknown yet.
-        qwens: as for `export_class`.
-    """
-    config = config.with_vocabulary(_ANY_SIZE)
-    try:
-        content = config_to_json(config, torch.float32, qwens=qwens)
-        differing = config.differences(shape_of(content))
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    if differing:
-        raise UserError(f"model.{', model.'.join(differing)} cannot be exported: no class of transformers has it.")
-    with quiet_imports():
-        from transformers import AutoConfig
-    kind = content.pop("model_type")
-    try:
-        AutoConfig.for_model(kind, **content)
-    except Exception as error:  # noqa: BLE001 - each version checks in its own way
-        raise UserError(f"The installed transformers {installed_version('transformers')} refuses the export of this "
-                        f"network as a {CLASSES[kind]}: {' '.join(str(error).split())} Change the section model."
-                        ) from None

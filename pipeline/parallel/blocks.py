@@ -178,18 +178,16 @@ def compile_blocks(model: Llama, train: TrainConfig, options: Any = None) -> Non
     """Compile each block's computation as one graph, and the loss's two passes over logits. Code that does not fit into
     one graph is an error. FSDP2's work around a block stays outside. options: of torch.compile.
 
-    Blocks of one kind share their graphs. torch limits the graphs of one function; the limit is raised to what all
-    kinds of blocks need in all phases, with and without checkpointing. With phases, each shape gets a graph of its own;
+    Blocks share their graphs. torch limits the graphs of one function; the limit is raised to what blocks need in all
+    phases, with and without checkpointing. With phases, each shape gets a graph of its own;
     by default torch would make one graph with dynamic sizes from the second shape on. The padded number of a batch's
     documents is then part of the shape: a phase has a few of them (powers of two).
     """
     limits: Any = torch._dynamo.config
-    blocks: list[Any] = list(model.layers)
-    kinds = {(block.attention.windowed, block.attention.rotates) for block in blocks}
-    graphs = GRAPHS * 2 * len(kinds) * (1 + len(train.phases or []))
+    graphs = GRAPHS * 2 * (1 + len(train.phases or []))
     limits.recompile_limit = max(limits.recompile_limit, graphs)
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 2 * graphs)
-    for block in blocks:
+    for block in model.layers:
         computation = torch.compile(partial(_computation, block.forward), fullgraph=True, options=options,
                                     dynamic=False if train.phases else None)
         block.forward = partial(_call, computation)

@@ -128,9 +128,9 @@ class Gathered:
     uses: np.ndarray
 
 
-@lru_cache(maxsize=8)  # each stage of a pipeline asks, and each layer kind
-def gathered(lengths: tuple[tuple[int, ...], ...], ranks: int, rank: int, window: int | None = None) -> Gathered:
-    """The keys that `rank` needs for rows with documents of these lengths. window: keys outside of it are left out."""
+@lru_cache(maxsize=8)  # each stage of a pipeline asks
+def gathered(lengths: tuple[tuple[int, ...], ...], ranks: int, rank: int) -> Gathered:
+    """The keys that `rank` needs for rows with documents of these lengths."""
     length = sum(lengths[0])
     own = length // ranks  # tokens of a row on each rank
     sizes, packed, tails = [], [], []
@@ -138,8 +138,7 @@ def gathered(lengths: tuple[tuple[int, ...], ...], ranks: int, rank: int, window
         result = plan(documents, ranks)
         place = np.empty(length, dtype=np.int64)  # of each token of the row, among the gathered
         place[result.places] = (np.arange(ranks)[:, None] * len(lengths) + row) * own + np.arange(own)
-        document, begin, end, tail = result.segments(rank).T
-        first = document if window is None else np.maximum(document, begin - window + 1)
+        first, begin, end, tail = result.segments(rank).T
         seen = end - first
         # Each segment's keys are neighbours in the row: first, first + 1, ... of each, one after the other.
         behind = np.repeat(np.cumsum(seen) - seen, seen)
@@ -170,7 +169,7 @@ class ContextParallel(Backend):
     """
 
     name = "context parallel"
-    windows = segments = True
+    segments = True
 
     def __init__(self, inner: Backend, mesh: DeviceMesh) -> None:
         self.inner, self.operators = inner, inner.operators  # type: ignore[misc]  # these of an object, not of a class
@@ -186,8 +185,8 @@ class ContextParallel(Backend):
         assert documents.given is not None, "a part of a sequence does not show the lengths of its documents"
         rows = tuple(_rows(documents.given, own * self.ranks))
         assert len(rows) == count, f"{len(rows)} rows of documents for {count} rows of tokens"
-        result, device = gathered(rows, self.ranks, self.rank, documents.window), documents.numbers.device
-        segments = Documents(documents.numbers.view(1, -1), result.lengths, documents.window, result.keys)
+        result, device = gathered(rows, self.ranks, self.rank), documents.numbers.device
+        segments = Documents(documents.numbers.view(1, -1), result.lengths, result.keys)
         return Prepared(moved(torch.from_numpy(result.index), device), moved(torch.from_numpy(result.uses), device),
                         self.inner.prepare(segments, dtype))
 

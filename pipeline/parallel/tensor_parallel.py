@@ -38,12 +38,8 @@ SEQUENCE = Shard(1)
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     """Split `model` (on the meta device) over the ranks of the one-dimensional `mesh`, in place."""
-    # Each rank normalizes its own heads. All ranks have these weights, so their gradients are summed.
-    heads = {f"attention.{name}": SequenceParallel(sequence_dim=2, use_local_output=True)
-             for name in ("q_norm", "k_norm") if model.config.qk_norm}
     for block in model.layers:
         parallelize_module(block, mesh, {
-            **heads,
             "attention_norm": SequenceParallel(),
             "attention": PrepareModuleInput(input_layouts=(SEQUENCE, None, None),
                                             desired_input_layouts=(Replicate(), None, None)),

@@ -172,7 +172,7 @@ def rehearsable(config: Config, ranks: int, gpu: bool) -> tuple[Config, list[str
         notes.append("fp8 is rehearsed as bf16, which keeps as much for the backward pass")
     if gpu:
         where = Where(cpu, DTYPES[precision], train.compile is not False, model.head_width,
-                      model.sliding_window is not None, parallel.cp > 1)
+                      parallel.cp > 1)
         name, note = on_gpus(name, where)
         notes += [note] if note else []
     if train.compile or (gpu and train.compile is None):

@@ -141,11 +141,6 @@ def names_code(path: Path) -> bool:
     return path.name == SETTINGS and CODE in settings_beside(path)
 
 
-def names_qwen2(path: Path) -> bool:
-    """Whether a tokenizer_config.json names Qwen2's class, which transformers takes next to any Qwen2."""
-    return settings_beside(path).get("tokenizer_class") in ("Qwen2Tokenizer", "Qwen2TokenizerFast")
-
-
 def settings_text(path: Path, context_length: int | None = None) -> str:
     """The text of a tokenizer_config.json without CODE, and with SPLIT switched off if it is on.
 

@@ -35,7 +35,7 @@ from drover.pipeline.training.optimizers import Optimizer
 
 TIED = "tok_embeddings.weight"
 """The parameter that the first and the last stage both hold if embeddings are tied."""
-SCORES = ("wq", "wk", "q_norm", "k_norm")
+SCORES = ("wq", "wk")
 """The weights that only influence attention's scores."""
 
 
@@ -68,7 +68,6 @@ class Engine(ABC):
         model: call it on every rank alike, as one calls a Llama.
         updates: optimizer updates that were applied, which is the optimizer's own count of steps.
         across_documents: whether attention is plain causal attention, without a mask between documents.
-        windowed: whether the model has layers with a sliding window.
         attention: what computes attention inside documents, and why not something better.
         flash: which flash kernels are used on GPUs (pipeline/parallel/blocks.py).
         before_update: called in each step between its last backward pass and its update.
@@ -79,7 +78,6 @@ class Engine(ABC):
     optimizer: Optimizer
     updates: int = 0
     across_documents: bool = False
-    windowed: bool = False
     attention: Choice = Choice(PLAIN)
     flash: str = OWN
     before_update: Callable[[], None] = staticmethod(lambda: None)
@@ -157,9 +155,6 @@ class Engine(ABC):
         if not self.across_documents:
             return {**arguments, "documents": batch.documents, "positions": batch.positions,
                     "document_lengths": [length for row in batch.lengths for length in row]}
-        rows, length = batch.tokens.shape
-        if self.windowed:  # plain causal attention knows no window: a row is one document to the backend
-            return {**arguments, "documents": torch.zeros_like(batch.tokens), "document_lengths": [length] * rows}
         return arguments
 
     def prove_gradients(self, loss: float, device: torch.device) -> None:

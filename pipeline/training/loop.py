@@ -225,7 +225,7 @@ class Loop:
         seen = dict[str, object]()
         for hook in self.hooks:
             seen |= hook.look(self)
-        if seen or "weight_norms" in record or self.due(self.config.train.log_every):
+        if seen or self.due(self.config.train.log_every):
             self.recorder.write("step", record | seen)
 
     def _end_step(self) -> None:

@@ -1,4 +1,4 @@
-"""Hooks that measure the model while it trains: norms, validation loss, sample texts.
+"""Hooks that measure the model while it trains: validation loss, sample texts.
 
 They run on every rank, since a sharded model needs all ranks in each pass, and use no state of training: switching them
 on or off changes no weight.
@@ -7,13 +7,10 @@ on or off changes no weight.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from drover.model.generation.stream import generate
@@ -22,33 +19,11 @@ from drover.pipeline.evaluation.bits_per_byte import ValidationBatches, Validati
 from drover.pipeline.evaluation.scores import Measurement
 from drover.pipeline.parallel.blocks import compiles, uncompiled
 from drover.pipeline.parallel.context_parallel import full_losses
-from drover.pipeline.parallel.pipeline_parallel import parameter_names
 from drover.pipeline.tokenization.tokenizer import load_tokenizer
-from drover.pipeline.training.engine import Engine
-from drover.pipeline.training.guards import json_number
 from drover.pipeline.training.hooks import Hook
 
 if TYPE_CHECKING:
-    from drover.pipeline.training.engine import StepResult
     from drover.pipeline.training.loop import Loop
-
-class Norms(Hook):
-    """Norms: by layer as fields of the step's line, and of every parameter in events.jsonl. Also measured in the first
-    step of a start."""
-
-    _norms: StepNorms | None = None
-
-    def before_update(self, loop: Loop) -> None:
-        """Start to measure, if due in this step."""
-        due = not loop.done or loop.due(loop.config.train.norms_every, loop.progress.step + 1)
-        self._norms = StepNorms(loop.engine, loop.ranks.exact) if due else None  # not those of a step that was undone
-
-    def on_step(self, loop: Loop, result: StepResult, record: dict[str, object]) -> None:
-        """See Hook."""
-        if self._norms is not None:
-            norms, self._norms = self._norms.finish(), None
-            loop.recorder.event("norms", step=record["step"], parameters=norms)
-            record |= layer_norms(norms)
 
 
 class Validation(Hook):
@@ -140,63 +115,3 @@ class Samples(Hook):
             for (prompt, _), ids in zip(self.prompts, drawn, strict=True):
                 loop.recorder.write("sample", loop.progress.step, prompt, self.tokenizer.decode(ids))
         return {}
-
-
-NORMED = ("gradient", "weight", "update")
-NormTable = dict[str, tuple[float | str, ...]]
-"""By parameter or layer, a value for each of NORMED; NaN and infinities as text."""
-
-
-class StepNorms:
-    """The norms of every parameter of the whole model in one step: of the gradient before clipping, and of the weight
-    and its update after the step, in the precision of the master weights. Make it between the step's last backward pass
-    and its update, on every rank alike. Until `finish`, this rank's part of the weights is in memory twice."""
-
-    @torch.no_grad()
-    def __init__(self, engine: Engine, device: torch.device) -> None:
-        self.engine = engine
-        self.device = device
-        self.names = parameter_names(engine.model)
-        self._rows = {name: row for row, name in enumerate(self.names)}
-        self._sums = torch.zeros(len(NORMED), len(self.names), dtype=torch.float64, device=device)
-        own = self._weights()
-        gradients = engine.gradients()
-        # All replicas return the gradient; only that of the rank that returns the weight counts.
-        self._add("gradient", [(row, piece.tensor) for row in dict(own)
-                               for piece in gradients.get(self.names[row], ())])
-        self._before = [tensor.clone() for _, tensor in own]
-
-    @torch.no_grad()
-    def finish(self) -> NormTable:
-        """The norms, on all ranks. Call it after the update. It all-reduces three numbers per parameter."""
-        after = self._weights()
-        self._add("weight", after)
-        self._add("update", [(row, old.sub_(now)) for (row, now), old in zip(after, self._before, strict=True)])
-        dist.all_reduce(self._sums)
-        return {name: tuple(json_number(float(f"{value:.6g}")) for value in norms)
-                for name, norms in zip(self.names, self._sums.T.sqrt().tolist(), strict=True)}
-
-    def _weights(self) -> list[tuple[int, Tensor]]:
-        """This rank's part, with the row of each piece; each element of the whole is on one rank."""
-        return [(self._rows[key.removeprefix("model.")], piece.tensor)
-                for key, pieces in self.engine.state_shards().items() if key.startswith("model.")
-                for piece in pieces if piece.tensor.numel()]
-
-    def _add(self, kind: str, pieces: list[tuple[int, Tensor]]) -> None:
-        if pieces:
-            places, tensors = zip(*pieces, strict=True)
-            self._sums[NORMED.index(kind)].index_add_(0, torch.tensor(places, device=self.device),
-                                                     torch.stack(torch._foreach_norm(tensors)).to(self.device).double().square())
-
-
-def layer_norms(norms: NormTable) -> dict[str, dict[str, float | str]]:
-    """The norms by layer for each of NORMED. A layer is a block (`layers.3`) or a module outside of them
-    (`tok_embeddings`)."""
-    squares = defaultdict[str, list[float]](lambda: [0.0] * len(NORMED))
-    for name, values in norms.items():
-        parts = name.split(".")
-        row = squares[".".join(parts[:2]) if parts[0] == "layers" else parts[0]]
-        for index, value in enumerate(values):
-            row[index] += float(value) ** 2
-    return {f"{kind}_norms": {layer: json_number(float(f"{row[index] ** 0.5:.6g}")) for layer, row in squares.items()}
-            for index, kind in enumerate(NORMED)}

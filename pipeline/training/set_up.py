@@ -54,7 +54,7 @@ from drover.pipeline.training.engine import Engine, FsdpEngine, PipelineEngine
 from drover.pipeline.training.guards import GuardRunner
 from drover.pipeline.training.hooks import Garbage, Hook, Saving, Scores, StopAgreement
 from drover.pipeline.training.loop import Loop, StartFacts
-from drover.pipeline.training.monitor import Norms, Samples, Validation
+from drover.pipeline.training.monitor import Samples, Validation
 from drover.pipeline.training.optimizers import build_elementwise, build_optimizer
 from drover.pipeline.training.profiling import Profiling
 from drover.pipeline.training.rank_agreement import RankAgreement
@@ -229,7 +229,7 @@ def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torc
     if train.precision == "fp8":
         refuse_without_fp8(config, device)
     where = Where(device, precision, compiles(train, device, parallel), model.head_width,
-                  model.sliding_window is not None, grid.context > 1)
+                  grid.context > 1)
     attention, flash = choose_attention(train.attention, where), choose_flash(train.flash, device)
     backend = attention.backend
     if grid.context > 1:
@@ -253,7 +253,6 @@ def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torc
     engine.across_documents = train.across_documents and grid.context == 1
     engine.attention = attention
     engine.flash = flash
-    engine.windowed = where.windowed
     return engine
 
 
@@ -284,7 +283,6 @@ def _hooks(loop: Loop, uploads: Uploads | None) -> list[Hook]:
         loop.stop,
         ReplicaCheck(loop.ranks, loop.facts.nodes, every) if every is not None and loop.ranks.world > 1 else None,
         *loop.own_hooks.values(),
-        Norms() if train.norms_every is not None else None,
         Validation(loop) if train.validation_every is not None else None,
         Samples(loop) if train.sample_every is not None else None,
         Profiling(train.profile, train.profile.start) if train.profile.start is not None else None,

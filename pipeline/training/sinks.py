@@ -65,10 +65,8 @@ SHOWN = ("seed", "model", "train", "parallel")
 CURVES = {"loss": "train/loss", "lr": "train/lr", "grad_norm": "train/norm_of_gradient",
           "tokens_per_s": "train/tokens_per_s", "validation_text_bpb": "validation/bits_per_byte",
           "validation_sample_bpb": "validation/sample/bits_per_byte",
-          "validation_sample_loss": "validation/sample/loss", "task_scores": "validation/tasks",
-          "gradient_norms": "weights/gradient_norm", "weight_norms": "weights/norm",
-          "update_norms": "weights/update_norm"}
-"""The curve of a field of a step's record. The curves of a field with several values, of sources or layers, have
+          "validation_sample_loss": "validation/sample/loss", "task_scores": "validation/tasks"}
+"""The curve of a field of a step's record. The curves of a field with several values, of sources, have
 their names at the end. TensorBoard sorts by these names, and its table of runs shows the first five: what a person
 looks at comes first."""
 OTHER_CURVES = "watch"

@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 
-from drover.model.config import YarnScaling
 from drover.model.presets import PRESETS
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.core.files import write_json
@@ -71,10 +70,3 @@ def test_names_are_spelt_as_the_models_are_and_unknown_ones_answered_with_the_kn
     assert shape(written("model: {preset: Llama3.1-8B}")) == shape(written("model: {preset: llama3.1_8b}"))
     assert "c.yaml:3: There is no preset 'llama3-8'. Did you mean llama3_8b" in \
         refusal(written("seed: 1\nmodel:\n  preset: llama3-8\n"))
-
-
-def test_another_kind_of_scaling_replaces_the_presets(written):
-    path = written("model: {preset: llama3.1_8b}")
-    yarn = "model.rope_scaling={kind: yarn, factor: 4, original_context_length: 8192}"
-    assert shape(path, yarn).rope_scaling == YarnScaling(kind="yarn", factor=4, original_context_length=8192)
-    assert shape(path, "model.rope_scaling.factor=16.0").rope_scaling.factor == 16

@@ -64,7 +64,6 @@ train.prompts=[a]; train.prompts.1=b -> the list train.prompts has 1 items, coun
 train.lr=0,01 -> is '0,01' (str): input should be a valid number; write 0.01.
 train= -> 'train' is None (NoneType): this is a section; write its settings below it, indented, or leave it out.
 final-lr-frac=0.1 -> did you mean 'train.min_lr_share' (a share of lr)?
-window-pattern=L -> did you mean 'model.sliding_window' (in tokens)?
 run=d24 -> did you mean 'name' (the same command continues the run of this name)?
 training.dataset_path=x -> did you mean 'shard.sources'
 train.betas=[1, 2] -> did you mean 'train.beta1' (the second one is train.beta2)?
@@ -94,12 +93,8 @@ model.hidden_size=1 -> did you mean 'model.dim'?
 model.n-layers=1 -> did you mean 'model.layers'?
 output_dir=1 -> did you mean 'runs_dir'?
 model.presets=llama3_8b -> did you mean 'model.preset'
-model.rope_scaling={kind: yarn, factr: 4, factor: 4, original_context_length: 8192} -> unknown key \
-'model.rope_scaling.factr'; did you mean 'model.rope_scaling.factor'
-model.rope_scaling={kind: yarn, factor: 4, original_length: 8192} -> did you mean \
-'model.rope_scaling.original_context_length'
 model.rope_scaling={factr: 4} -> unknown key 'model.rope_scaling.factr'; did you mean 'model.rope_scaling.factor'
-model.rope_scaling={kind: linear, factor: 4} -> model.rope_scaling
+model.rope_scaling={kind: linear, factor: 4} -> unknown key 'model.rope_scaling.kind'
 
 parallel.tp=4 -> model.kv_heads 2 is not divisible by parallel.tp 4
 parallel.tp=2; model.vocab_size=513 -> model or tokenizer, 513, is

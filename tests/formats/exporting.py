@@ -13,11 +13,10 @@ def write_model(folder, model, **options):
     write_state(folder, model.state_dict(), model.config, **options)
 
 
-def write_state(folder, state, config, *, dtype=torch.float32, bos_id=1, eos_id=2, max_shard_bytes=5_000_000_000,
-                qwens=True):
+def write_state(folder, state, config, *, dtype=torch.float32, bos_id=1, eos_id=2, max_shard_bytes=5_000_000_000):
     """The same for a mapping of tensors by name."""
     write_folder(folder, huggingface_files(Source(config, dtype, lambda name: state[name]), max_shard_bytes,
-                                           {"bos_token_id": bos_id, "eos_token_id": eos_id}, qwens=qwens))
+                                           {"bos_token_id": bos_id, "eos_token_id": eos_id}))
 
 
 def state_in(folder):

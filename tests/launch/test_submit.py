@@ -1,7 +1,6 @@
 """The command line: plan, refusals, questions."""
 
 import os
-import re
 import shlex
 from functools import partial
 
@@ -60,16 +59,6 @@ def test_plan_of_a_fresh_run(launcher):
         assert words in shown
 
 
-def test_what_cannot_be_exported_can_be_trained(launcher):
-    """Before it is trained: refused if the export is requested too, and said if not."""
-    trained = "--dry-run --cluster local --stage shard,tokenizer,encode,train"
-    settings, message = ("model.qkv_bias=true", "model.sliding_window=32"), "Qwen2's rules"
-    assert "the stage convert would refuse this network: " in launcher.accepted(trained, *settings)
-    assert re.search(rf"{message}.*--stage shard,tokenizer,encode,train", launcher.refused(
-        f"{trained},convert", *settings), re.DOTALL)
-    assert "convert would" not in launcher.accepted(f"{trained},convert", "model.qkv_bias=true")
-
-
 def test_finished_resumable_and_changed_stages(launcher):
     launcher.done("shard", "tokenizer", "encode")
     requested, changed = "--stage shard,tokenizer,encode --dry-run", "encode.dtype: \"auto\" -> \"uint32\""
@@ -118,8 +107,6 @@ train.warmup_steps 99 | dim (256) must be divisible by heads (7)
     --stage all stages.curv.every=5 -> stages.curv: there is no stage curv; shard, tokenizer
     --stage train train.attention=nosuch:Nope --stage all -> train.attention names nosuch:Nope, but there is no \
 module nosuch
-    --stage all --cluster local model.qk_norm=true model.no_rope_layer_interval=2 -> class of transformers computes \
-such | --stage shard,tokenizer,encode,train
     --stage train --cluster local --dry-run launch.device=mps -> launch.device=mps is Apple's GPU, but the stages \
 would not run on a Mac
     --stage train --cluster slurm --dry-run launch.device=mps -> launch.device=mps is Apple's GPU, but the stages \

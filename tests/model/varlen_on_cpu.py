@@ -32,17 +32,14 @@ def slices(edges, longest):
 
 
 def shares(q, k, edges, edges_k, longest, longest_k, scale, window):
-    """softmax(q k^T), causal from the last query and key of each document on, and window[0] keys back: (heads, queries,
-    keys), its log-sum-exp, and the scale."""
-    assert window[0] >= -1 and window[1] == 0
+    """softmax(q k^T), causal from the last query and key of each document on: (heads, queries, keys), its log-sum-exp,
+    and the scale."""
+    assert tuple(window) == (-1, 0)
     seen = torch.zeros(len(q), len(k), dtype=torch.bool)
     for own, keys in zip(slices(edges, longest), slices(edges_k, longest_k), strict=True):
         part = seen[own, keys]
         assert part.shape[0] <= part.shape[1]
-        more = part.shape[1] - part.shape[0]
-        part[:] = torch.ones_like(part).tril(more)
-        if window[0] >= 0:
-            part.triu_(more - window[0])
+        part[:] = torch.ones_like(part).tril(part.shape[1] - part.shape[0])
     scale = scale or q.shape[-1] ** -0.5
     scores = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(~seen, -torch.inf)
     return scores.softmax(-1), scores.logsumexp(-1), scale

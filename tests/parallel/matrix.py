@@ -22,7 +22,6 @@ from drover.pipeline.config.training import ParallelConfig, TrainConfig
 from tests.model.varlen_on_cpu import NAME
 from tests.parallel.groups import REPOSITORY, run_case
 from tests.parallel.train_steps import train_steps
-from tests.tiny_models import DESCENDANT
 
 
 def every(factors):
@@ -91,7 +90,7 @@ def plain(settings: dict[str, Any]) -> Case:
     options = {f"{settings['steps']} steps": settings["steps"] != 5, "4 layers": shape == FOUR,
                "tied": settings.get("tied"), precision: precision, "Muon": "optimizer" in train,
                "z-loss": "z_loss" in train, "dense mask": "attention" in train,
-               "across documents": train.get("across_documents"), "a descendant": shape == DESCENDANT}
+               "across documents": train.get("across_documents")}
     named = [option for option, holds in options.items() if holds] or ["float64"]
     return Case(", ".join(["one process", *named]), settings={**alike, "train": train})
 
@@ -109,7 +108,6 @@ def case(name: str, ranks: int = 1, *, reference: str | None = None, bound: floa
 
 muon = partial(case, optimizer="muon")
 z_loss = partial(case, z_loss=0.03)
-descendant = partial(case, shape=DESCENDANT)
 pipelined = partial(case, shape=FOUR, pp=2)
 tied_pipelined = partial(pipelined, tied=True)
 context = partial(case, cp=2)
@@ -139,11 +137,6 @@ LAYOUTS = [
     z_loss("FSDP2 x 2, accumulation 2, z-loss", 2, accumulation=2),
     z_loss("tensor parallel 2, z-loss", 2, tp=2),
     z_loss("tensor parallel 2, aot_eager, z-loss", 2, tp=2, backend="aot_eager"),
-    descendant("FSDP2 x 2, accumulation 2, a descendant", 2, accumulation=2),
-    descendant("HSDP 2 x 2, a descendant", 4, dp_replicate=2),
-    descendant("tensor parallel 2, a descendant", 2, tp=2),
-    descendant("FSDP2 x tensor parallel 2 x 2, a descendant", 4, tp=2),
-    muon("tensor parallel 2, Muon, a descendant", 2, shape=DESCENDANT, tp=2),
     pipelined("pipeline 2, accumulation 2", 2, accumulation=2),
     pipelined("pipeline 3, accumulation 4", 3, accumulation=4, pp=3),
     tied_pipelined("pipeline 4, accumulation 4, tied", 4, accumulation=4, pp=4),
@@ -158,7 +151,6 @@ LAYOUTS = [
               backend="aot_eager", activation_checkpointing="selective"),
     pipelined("pipeline 2 x FSDP2 2, accumulation 4, bf16", 4, bound=1e-2, looser=10, precision="bf16",
               accumulation=4),
-    descendant("pipeline 2, accumulation 4, a descendant", 2, accumulation=4, pp=2),
     context("context parallel 2, accumulation 2", 2, accumulation=2),
     context("context parallel 4", 4, cp=4),
     context("context parallel 2 x FSDP2 2, reduce=last, accumulation 2", 4, accumulation=2, reduce="last"),
@@ -171,7 +163,6 @@ LAYOUTS = [
             accumulation=2, pp=2, tp=2),
     context("context parallel 2 x FSDP2 2, Muon", 4, optimizer="muon"),
     context("context parallel 2, z-loss", 2, z_loss=0.03),
-    context("context parallel 4, a descendant", 4, cp=4, shape=DESCENDANT),
     checkpointed("all activations recomputed", activation_checkpointing="full"),
     checkpointed("selected activations kept", activation_checkpointing="selective"),
     checkpointed("every second block recomputed", activation_checkpointing="full", recomputed_blocks=2),
@@ -184,7 +175,6 @@ LAYOUTS = [
     deepspeed("DeepSpeed ZeRO 3 x 2, optimizer state in host memory", zero_stage=3, offload="optimizer"),
     deepspeed("DeepSpeed ZeRO 3 x 2, weights in host memory", accumulation=2, zero_stage=3, offload="params"),
     deepspeed("DeepSpeed ZeRO 3 x 2, z-loss", zero_stage=3, z_loss=0.03),
-    deepspeed("DeepSpeed ZeRO 3 x 2, a descendant", zero_stage=3, shape=DESCENDANT),
     deepspeed("DeepSpeed ZeRO 2 x 2, compiled", zero_stage=2, backend="aot_eager"),
     case("one process, bf16", 1, reference="one process, fp32", bound=2e-2, looser=5, precision="bf16"),
     bf16("FSDP2 x 2, bf16"),
@@ -226,22 +216,20 @@ OPTIONS: dict[str, tuple[Any, ...]] = {"layout": tuple(CROSSED), "backend": BACK
                                        "checkpointing": tuple(CHECKPOINTING), "tied": (False, True)}
 OTHERS: dict[str, tuple[Any, ...]] = {"accumulation": (1, 2), "across_documents": (False, True),
                                       "reshard": ("always", "never")}
-DESCENDS = {"descends": (False, True)}
 
 
-def crossing(layout: str, checkpointing: str, tied: bool, backend: str | None = None, descends: bool = False,
-             accumulation: int = 1, across_documents: bool = False, reshard: str = "always",
-             attention: str | None = None) -> Case:
+def crossing(layout: str, checkpointing: str, tied: bool, backend: str | None = None, accumulation: int = 1,
+             across_documents: bool = False, reshard: str = "always", attention: str | None = None) -> Case:
     """A combination of options over three steps in float64, against one eager process; one with an `attention` against
     the dense mask."""
     ranks, parallel = CROSSED[layout]
     named = {backend or "eager": True, "tied": tied, f"checkpointing: {checkpointing}": checkpointing != "none",
              "accumulation 2": accumulation == 2, "across documents": across_documents,
-             "reshard=never": reshard == "never", "a descendant": descends}
+             "reshard=never": reshard == "never"}
     name = ", ".join([*([attention.rpartition(":")[2]] if attention else []), layout,
                       *(option for option, holds in named.items() if holds)])
     settings = {"steps": 3, "backend": backend, "tied": tied, "accumulation": accumulation * parallel.get("pp", 1),
-                "shape": DESCENDANT if descends else {}, "parallel": {**parallel, "reshard": reshard},
+                "parallel": {**parallel, "reshard": reshard},
                 "train": {**CHECKPOINTING[checkpointing], "across_documents": across_documents,
                           **({"attention": attention} if attention else {})}}
     return Case(name, plain(settings).name, 1e-12, ranks, settings)
@@ -260,25 +248,25 @@ def crossed_covering() -> list[Case]:
     (aot_eager: the compiler without its code generation); of context parallelism, which `attention_covering` crosses,
     of pipelines, four ranks, one process and inductor, which cost most, one each."""
     few = {**OPTIONS, "layout": ("tensor parallel 2",), "backend": (None, "aot_eager")}
-    return [*(crossing(**chosen) for chosen in pairwise({**few, **OTHERS, **DESCENDS})),
-            crossing("FSDP2 x tensor parallel 2 x 2", "full", True, "aot_eager", False, 2),
-            crossing("one process", "selective", False, "aot_eager", True, 2, reshard="never"),
-            crossing("tensor parallel 2", "full", True, "inductor", True),
-            crossing("context parallel 2", "full", True, "aot_eager", True, 2, True, "never"),
-            crossing("pipeline 2", "selective", True, "aot_eager", True, 2, True),
-            crossing("pipeline x context parallel 2 x 2", "full", False, "aot_eager", True, reshard="never")]
+    return [*(crossing(**chosen) for chosen in pairwise({**few, **OTHERS})),
+            crossing("FSDP2 x tensor parallel 2 x 2", "full", True, "aot_eager", 2),
+            crossing("one process", "selective", False, "aot_eager", 2, reshard="never"),
+            crossing("tensor parallel 2", "full", True, "inductor"),
+            crossing("context parallel 2", "full", True, "aot_eager", 2, True, "never"),
+            crossing("pipeline 2", "selective", True, "aot_eager", 2, True),
+            crossing("pipeline x context parallel 2 x 2", "full", False, "aot_eager", reshard="never")]
 
 
 def attention_covering() -> list[Case]:
     """Attention inside documents in other ways than by the dense mask: every two values of two options meet, of layouts
     up to two ranks and of no or traced compiling; one of each of the dear ones."""
     options = {"layout": ("one process", "FSDP2 x 2", "tensor parallel 2", "context parallel 2"),
-               "checkpointing": tuple(CHECKPOINTING), "tied": (False, True), **DESCENDS}
+               "checkpointing": tuple(CHECKPOINTING), "tied": (False, True)}
     return [*(crossing(**chosen, attention="by_document") for chosen in pairwise(options)),
             *(crossing(**chosen, attention=NAME) for chosen in pairwise({**options, "backend": (None, "aot_eager")})),
-            crossing("tensor parallel 2", "selective", False, "inductor", True, attention=NAME),
-            crossing("context parallel 2", "selective", False, "inductor", True, attention=NAME),
-            crossing("context x tensor parallel 2 x 2", "full", True, "aot_eager", True, attention=NAME),
+            crossing("tensor parallel 2", "selective", False, "inductor", attention=NAME),
+            crossing("context parallel 2", "selective", False, "inductor", attention=NAME),
+            crossing("context x tensor parallel 2 x 2", "full", True, "aot_eager", attention=NAME),
             crossing("FSDP2 x tensor parallel 2 x 2", "selective", True, attention="by_document")]
 
 
@@ -295,15 +283,14 @@ def few(cases: Sequence[Case]) -> list[Case]:
 
 
 def met(case: Case) -> list[tuple[str, str]]:
-    """What a case has otherwise than one eager process on a Llama in float64, as options with their values. Of
+    """What a case has otherwise than one eager process in float64, as options with their values. Of
     DeepSpeed's only the stage, which `make test-all` crosses with the others."""
     if kind_of(case):
         return [("zero_stage", str(case.settings["parallel"]["zero_stage"]))] * 2
     named = {**case.settings, **case.settings.get("parallel", {}), **case.settings.get("train", {})}
-    for known in ("parallel", "train", "steps"):
+    for known in ("parallel", "train", "steps", "shape"):
         named.pop(known, None)
     named["accumulation"] = named.get("accumulation", 1) > 1
-    named["shape"] = named.get("shape") == DESCENDANT  # other numbers of layers are no option
     axes = {axis: named.get(axis, 1) for axis in ("pp", "cp", "tp", "dp_replicate")}
     named |= {"sharded": case.ranks > math.prod(axes.values()), **{axis: ranks > 1 for axis, ranks in axes.items()}}
     return sorted((name, str(value)) for name, value in named.items() if value and value != "always")

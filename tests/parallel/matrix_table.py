@@ -100,8 +100,7 @@ def table() -> str:
             f"the largest relative one from the case compared with: in the loss and gradient norm of any step, and in "
             f"the gradient of any parameter (as whole tensors, first step and last); "
             f"`equal` is to the last bit. A decoder of three blocks on packed documents, {machine()}, gloo on "
-            f"{platform.machine()}. A descendant has heads of another width, biases of queries, keys and values, "
-            f"QK-norm, windows and a layer without rotary embedding.", 118), "",
+            f"{platform.machine()}.", 118), "",
         *section("## Layouts", "Bold: what the cases below it are compared with, and the bounds. Five steps, or as "
                  "named.", ["case", "difference: losses and norms, gradients"], layouts()),
         *section("## Options crossed",

@@ -46,11 +46,10 @@ DOCUMENTS = torch.tensor([[0] * 9 + [1] * 23])
 PRODUCTS = ("wq", "wk", "wv", "wo", "w1", "w3", "w2")
 
 
-def built(backend, kept=None, **shape):
+def built(backend, kept=None):
     """A model, checkpointed where `kept` says so."""
-    config = CONFIG.model_copy(update=shape)
-    model = Llama(config)
-    initialise(model, config, seed=0)
+    model = Llama(CONFIG)
+    initialise(model, CONFIG, seed=0)
     model.backend = backend
     if kept is not None:
         checkpoint_activations(model, TrainConfig(activation_checkpointing="selective", kept_activations=kept))
@@ -76,24 +75,23 @@ class Recomputed(TorchDispatchMode):
         return operator(*arguments, **options or {})
 
 
-@pytest.mark.parametrize(("kept", "bias"), [
-    (["wq"], True), (["attention"], False), (["w1", "wo"], True), (list(KEPT_ACTIVATIONS), False)])
+@pytest.mark.parametrize("kept", [["wq"], ["attention"], ["w1", "wo"], list(KEPT_ACTIVATIONS)])
 @pytest.mark.parametrize("backend", WAYS, ids=names)
-def test_what_is_named_is_kept_and_the_rest_is_computed_again(backend, kept, bias):
-    model = built(backend, kept, qkv_bias=bias)
+def test_what_is_named_is_kept_and_the_rest_is_computed_again(backend, kept):
+    model = built(backend, kept)
     computed = loss(model)
     with Recomputed(backend.operators) as seen:
         computed.backward()
     # w2's result is no one's input: it depends on who multiplies whether it is computed again beside its input.
     assert {*seen.names} - {"w2"} == {*PRODUCTS, "attention"} - {*kept, "w2"}
-    plain = built(backend, qkv_bias=bias)
+    plain = built(backend)
     loss(plain).backward()
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad), name
 
 
-@pytest.mark.parametrize(("kept", "bias"), [(["wo", "w3"], True), (list(KEPT_ACTIVATIONS), False)])
-def test_compiled_blocks_keep_by_name_too(kept, bias, monkeypatch):
+@pytest.mark.parametrize("kept", [["wo", "w3"], list(KEPT_ACTIVATIONS)])
+def test_compiled_blocks_keep_by_name_too(kept, monkeypatch):
     """In the graph of the backward pass each product has two for its gradients, one more if it is computed again."""
     products = []
 
@@ -105,7 +103,7 @@ def test_compiled_blocks_keep_by_name_too(kept, bias, monkeypatch):
     torch._logging.warning_once.cache_clear()
     warned = []
     monkeypatch.setattr(logging.Logger, "handle", lambda self, record: warned.append(record.getMessage()))
-    model = built(Sdpa(), kept, qkv_bias=bias)
+    model = built(Sdpa(), kept)
     backend = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=backward)
     model.layers[0].forward = torch.compile(model.layers[0].forward, backend=backend)
     loss(model).backward()
@@ -115,12 +113,8 @@ def test_compiled_blocks_keep_by_name_too(kept, bias, monkeypatch):
 
 LAYERS = 6
 """More than the graphs that `compiled_calls` allows: were one not shared, the run would stop."""
-KINDS = {"sliding_window": 7, "full_attention_interval": 3, "no_rope_layer_interval": 2}
-"""Of 6 layers, those with a window or not, rotated or not: four kinds."""
-
-
 OPTIONS = {
-    "full checkpointing, four kinds of layers": (1, {"train": CHECKPOINTING["full"], "shape": KINDS}),
+    "full checkpointing": (1, {"train": CHECKPOINTING["full"]}),
     "every second, across documents, tied": (1, {
         "tied": True, "train": {"across_documents": True, **CHECKPOINTING["every second"]}}),
     "fp8": (1, {"precision": "fp8", "train": CHECKPOINTING["selective"]}),
@@ -130,17 +124,17 @@ OPTIONS = {
     "interleaved pipeline and tensor parallel, weights kept": (4, {
         "parallel": {"pp": 2, "pp_schedule": "interleaved", "tp": 2, "reshard": "never"}, "accumulation": 2,
         "train": {"attention": NAME, **CHECKPOINTING["every second"]}}),
-    "tensor and context parallel, four kinds of layers": (4, {
-        "parallel": {"tp": 2, "cp": 2}, "shape": KINDS, "train": {"attention": NAME, **CHECKPOINTING["selective"]}})}
+    "tensor and context parallel": (4, {
+        "parallel": {"tp": 2, "cp": 2}, "train": {"attention": NAME, **CHECKPOINTING["selective"]}})}
 FAST = "FSDP2, bf16, accumulation"
 
 
 @pytest.mark.parametrize("case", [FAST, *slow(*(name for name in OPTIONS if name != FAST))])
 def test_every_call_of_a_block_runs_compiled(case):
-    """Also with more layers than torch allows graphs, and of all kinds of layers."""
+    """Also with more layers than torch allows graphs."""
     ranks, settings = OPTIONS[case]
-    settings = {**settings, "shape": {"layers": LAYERS, **settings.get("shape", {})}}
-    result = run_case(ranks, compiled_calls, "compiled", steps=3, backend="aot_eager", **settings)
+    result = run_case(ranks, compiled_calls, "compiled", steps=3, backend="aot_eager", shape={"layers": LAYERS},
+                      **settings)
     pipelined = settings.get("parallel", {}).get("pp", 1)
     for calls, eager in result["calls"]:
         assert calls >= LAYERS * ranks // pipelined * (settings.get("accumulation", 1) + 1) and eager == 0

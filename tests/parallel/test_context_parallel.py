@@ -74,7 +74,7 @@ ROWS = {
 }
 
 
-def attended(ranks, kv_heads, window):
+def attended(ranks, kv_heads):
     """Asserts on each rank that its part of attention, and of the gradients, is that of the dense mask: of each way and
     kind of row."""
     mesh = Grid(ranks, ParallelConfig(cp=ranks.world)).mesh["context"]
@@ -85,11 +85,11 @@ def attended(ranks, kv_heads, window):
             return whole.gather(1, index.expand(-1, -1, *whole.shape[2:]))
 
         three = inputs(rows, kv_heads)
-        expected = test_backends.attended(WAYS[0], three, rows, window=window)
+        expected = test_backends.attended(WAYS[0], three, rows)
         parts = [mine(whole.detach()).requires_grad_() for whole in three]
         context = ContextParallel(backend, mesh)
         documents = Documents(mine(numbered(rows)[..., None, None])[..., 0, 0],
-                              [length for row in rows for length in row], window)
+                              [length for row in rows for length in row])
         result = context.attend(parts[0], *context.offer(*parts[1:]), context.prepare(documents, torch.float64))
         upstream = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         gradients = torch.autograd.grad(expected, three, upstream)
@@ -98,9 +98,9 @@ def attended(ranks, kv_heads, window):
             torch.testing.assert_close(ours, mine(golden), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("ranks", "kv_heads", "window"), [(2, 6, None), (4, 1, 7)])
-def test_ranks_together_equal_the_dense_mask_forward_and_backward(ranks, kv_heads, window):
-    run_case(ranks, attended, kv_heads=kv_heads, window=window)
+@pytest.mark.parametrize(("ranks", "kv_heads"), [(2, 6), (4, 1)])
+def test_ranks_together_equal_the_dense_mask_forward_and_backward(ranks, kv_heads):
+    run_case(ranks, attended, kv_heads=kv_heads)
 
 
 @pytest.mark.parametrize("kept, attention, gathers", [

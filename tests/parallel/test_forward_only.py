@@ -73,7 +73,7 @@ def written(folder, **changes):
 
 @pytest.mark.parametrize(("ranks", "dp_shard", "dtype", "changes"), [
     (2, 2, "bfloat16", {"tied_embeddings": True}), (4, 2, "float32", {}),
-    (4, 4, "float32", {"qk_norm": True, "sliding_window": 16, "full_attention_interval": 2})])
+    (4, 4, "float32", {"head_dim": 16})])
 def test_shared_or_whole_the_model_computes_the_same(tmp_path, ranks, dp_shard, dtype, changes):
     """Logits of every shape, and texts with caches, from ranks that call it 0, 3 or 6 times."""
     assert sum(run_case(ranks, calls, folder=written(tmp_path, **changes), dp_shard=dp_shard, dtype=dtype)) > 5

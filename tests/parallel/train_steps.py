@@ -26,7 +26,6 @@ from drover.pipeline.parallel.fsdp import drawn
 from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.training.device import DTYPES
 from drover.pipeline.training.guards import StepLimits
-from drover.pipeline.training.monitor import StepNorms
 from drover.pipeline.training.optimizers import planned_rate
 from drover.pipeline.training.set_up import build_engine
 from tests.model.agreement import operators
@@ -143,24 +142,6 @@ def passes(ranks, **settings):
         result.append({"losses": losses.numpy(), "logits": logits.numpy(), "last": last[:, -1:].numpy()})
 
     return {"results": train_steps(ranks, **settings, after=after)["results"], "passes": result}
-
-
-def norms(ranks, **settings):
-    """What `StepNorms` measures in each step, and the norms that follow from whole gradients and weights."""
-    result, computed, seen = [], [], []
-
-    def update(engine, step):
-        seen[:] = weights(ranks, engine), whole(ranks, engine.gradients()), StepNorms(engine, ranks.device)
-
-    def after(engine, *_):
-        old, gradients, measured = seen
-        result.append(measured.finish())
-        new = weights(ranks, engine)
-        computed.append({name: [np.linalg.norm(tensor) for tensor in (
-            gradient, new[f"model.{name}"], new[f"model.{name}"] - old[f"model.{name}"])]
-            for name, gradient in gradients.items()})
-
-    return {**train_steps(ranks, **settings, update=update, after=after), "norms": result, "computed": computed}
 
 
 def compiled_calls(ranks, **settings):

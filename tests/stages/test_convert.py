@@ -48,9 +48,8 @@ def logits(model, vocab_size):
 
 @pytest.mark.parametrize("dtype, tensors, changes", [
     ("bfloat16", 4 * 9 + 2, {"tied_embeddings": True, "layers": 4}),
-    pytest.param("float32", 2 * 12 + 3, {"qkv_bias": True, "head_dim": 24, "rope_scaling": {
-        "kind": "yarn", "factor": 4, "original_context_length": 32}}, marks=pytest.mark.slow)],
-    ids=["tied", "biases, wide heads, YaRN"])
+    pytest.param("float32", 2 * 9 + 3, {"head_dim": 24, "rope_scaling": {"factor": 4, "original_context_length": 32}},
+                 marks=pytest.mark.slow)], ids=["tied", "wide heads, scaled"])
 def test_any_pieces_are_exported_and_compute_what_was_trained(spread, run, dtype, tensors, changes):
     """All layers are compared, block by block."""
     from transformers import AutoModelForCausalLM
@@ -70,10 +69,7 @@ def test_any_pieces_are_exported_and_compute_what_was_trained(spread, run, dtype
 
 
 def test_what_cannot_be_exported_is_refused(spread, run, monkeypatch):
-    """A network that transformers has no name for, and a damaged checkpoint. A layout mistake is found by the stage
-    itself."""
-    nameless = spread(qk_norm=True, no_rope_layer_interval=2)
-    assert "no class of transformers computes such a network" in run("convert", nameless, expect=2).err
+    """A damaged checkpoint. A layout mistake is found by the stage itself."""
     config = spread(layers=3)
     victim = next((train_folder(config) / "checkpoints/step-00000003").glob("*.safetensors"))
     complete = victim.read_bytes()

@@ -26,7 +26,7 @@ from tests.formats.exporting import write_model
 from tests.hub_server import hub  # noqa: F401 - a fixture
 from tests.refusal import printed
 from tests.stages.limited import LARGE_TENSORS
-from tests.tiny_models import TOKENIZER_OF_BYTES, for_tokenizer, opinionated, write_huggingface, write_run
+from tests.tiny_models import for_tokenizer, write_run
 from tests.tokenization.conftest import byte_level, chunks, files, rank_lines, texts, vocabularies  # noqa: F401
 
 SHAPE = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=512, context_length=128)
@@ -260,14 +260,3 @@ def test_memory_is_needed_for_some_tensors_not_for_the_model(model, tmp_path):
     assert "the limit is felt" in done.stdout
     with open_weights(tmp_path / "again") as weights:
         assert all(bool((weights.read(name) == 1).all()) for name in weights.shapes)
-
-
-def test_biases_are_a_qwen2_only_where_transformers_reads_the_tokenizer_right(tmp_path, capsys):
-    """Next to a Qwen2 it splits text by Qwen2's rules."""
-    folder = write_huggingface(tmp_path / "from", opinionated(SHAPE.model_copy(update={"qkv_bias": True})),
-                               TOKENIZER_OF_BYTES)
-    settings = read_json(folder / "tokenizer_config.json")
-    for tokenizer, kind in (("Qwen2Tokenizer", "qwen2"), ("PreTrainedTokenizerFast", "llama")):
-        write_json(folder / "tokenizer_config.json", {**settings, "tokenizer_class": tokenizer})
-        carry(capsys, folder, tmp_path / kind, "hf")
-        assert read_json(tmp_path / kind / "config.json")["model_type"] == kind

@@ -61,28 +61,25 @@ def test_want_of_memory_within_a_forward_pass_names_the_largest_modules(ranks):
         engine.step(batch.split(2), 2, batch.targets, 1e-2, StepLimits())
 
 
-@pytest.mark.parametrize("windowed", [False, True])
-def test_documents_are_kept_apart_unless_asked_otherwise(windowed):
+def test_documents_are_kept_apart_unless_asked_otherwise():
     """By lengths that the loader knows: nobody waits for a GPU to find where documents begin."""
     batch = pack([(np.arange(33), np.array([0, 11, 20])), (np.arange(33), np.array([5]))])
-    apart, across = (Engine.inputs(SimpleNamespace(across_documents=requested, windowed=windowed, proven=True), batch)
+    apart, across = (Engine.inputs(SimpleNamespace(across_documents=requested, proven=True), batch)
                      for requested in (False, True))
     assert apart["documents"] is batch.documents and apart["positions"] is batch.positions
-    assert apart["document_lengths"] == [11, 9, 12, 5, 27] and "positions" not in across
-    assert across.get("document_lengths") == ([32, 32] if windowed else None), "to a window's backend a row is one"
-    assert not across.get("documents", batch.tokens.new_zeros(1)).any()
+    assert apart["document_lengths"] == [11, 9, 12, 5, 27] and across.keys() == {"tokens", "labels"}
     for given in (apart, across):
         assert given["tokens"] is batch.tokens and given["labels"] is batch.labels
 
 
-SCORES = QUERY, KEY, *_ = [f"layers.0.attention.{name}.weight" for name in ("wq", "wk", "q_norm", "k_norm")]
+SCORES = QUERY, KEY = [f"layers.0.attention.{name}.weight" for name in ("wq", "wk")]
 """What decides who attends to whom, and nothing else."""
 
 
 @pytest.mark.parametrize(("counts", "attending", "message"), [
-    ([5, 1, 2, 1, 1, 3], True, ""), ([5, 0, 0, 0, 0, 3], False, ""),  # every target's token sees itself only
-    ([5, 0, 0, 1, 1, 3], True, f": {QUERY}, {KEY}, of 6 parameters, got no gradient"),
-    ([0, 0, 0, 0, 0, 3], False, ": tok_embeddings.weight, of 6"), ([0] * 6, True, f"{KEY} and 3 more, of 6")])
+    ([5, 1, 2, 3], True, ""), ([5, 0, 0, 3], False, ""),  # every target's token sees itself only
+    ([5, 0, 0, 3], True, f": {QUERY}, {KEY}, of 4 parameters, got no gradient"),
+    ([0, 0, 0, 3], False, ": tok_embeddings.weight, of 4"), ([0] * 4, True, f"{KEY} and 1 more, of 4")])
 def test_parameters_without_a_gradient_are_named_and_scores_that_nothing_is_seen_by_are_not(counts, attending, message):
     result = without_gradient(["tok_embeddings.weight", *SCORES, "norm.weight"], counts, attending)
     assert message in result and bool(message) == bool(result)

@@ -46,7 +46,7 @@ MOST_EVENTS = 50
 """Rows of the table of events and of that of starts; a run may skip thousands of steps."""
 EVENT_FIELDS = ("text", "reason", "error", "changes", "ranks", "planned_epochs", "sink")
 """The fields of an event that are shown."""
-REPORTED_ELSEWHERE = ("checkpoint", "checkpoint_copied", "fp8", "norms", SCORED)
+REPORTED_ELSEWHERE = ("checkpoint", "checkpoint_copied", "fp8", SCORED)
 PRODUCTIVE = "productive steps"
 MEANINGS = {**CAUSES, PRODUCTIVE: "steps of the finished model, each counted once",
             ALL: "from the first start of training to its end"}
