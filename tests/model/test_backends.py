@@ -9,7 +9,6 @@ from torch.nn.attention.flex_attention import create_mask
 from drover.model.attention import AUTOMATIC, BACKENDS
 from drover.model.attention.backend import Backend, Documents, Where, choose, load
 from drover.model.attention.flex import Flex, first_tokens, rule
-from drover.model.attention.module import Layout
 from drover.model.attention.sdpa import ByDocument, Sdpa
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama, initialise
@@ -125,12 +124,6 @@ def test_flex_is_given_the_dense_masks_rule(rows):
     assert torch.allclose(result, expected, rtol=0, atol=1e-13)
 
 
-def test_flex_skips_blocks_between_documents():
-    """Two documents of 256 tokens: of 4 x 4 blocks of 128, three below the diagonal of each, and none between."""
-    mask = Flex().prepare(Documents(numbered([[256, 256]])), torch.float32)
-    assert mask.to_dense()[0, 0].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
-
-
 CPU = Where(torch.device("cpu"), torch.float32, compiled=False, head_dim=64)
 
 
@@ -178,12 +171,3 @@ def test_what_is_asked_for_by_name_and_cannot_be_had_is_an_error(name, needed, s
 def test_a_backend_from_outside_is_taken_by_its_place():
     assert isinstance(choose(varlen_on_cpu.NAME, CPU).backend, VarlenOnCpu)
     assert {load(name).name for name in BACKENDS} == set(BACKENDS) == set(AUTOMATIC)
-
-
-def test_mask_is_left_out_where_plain_causal_is_meant():
-    def mask(length, start):
-        return Layout.causal(None, length, start, torch.device("cpu"), torch.float32).prepared
-
-    assert mask(4, 0) is None and mask(1, 3) is None
-    continued = mask(2, 3)
-    assert (continued[0, 0] == 0).int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]

@@ -81,9 +81,3 @@ def test_a_freed_block_is_used_again():
     if faulted_mb("as it is") < 32:  # huge pages, or another C library
         pytest.skip("large blocks cost no page faults here")
     assert faulted_mb("keep") < 8
-
-
-def test_another_c_library_is_left_alone(monkeypatch):
-    monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda name: object())
-    host_memory.keep_freed_memory()
-    host_memory.always_return_freed_memory()

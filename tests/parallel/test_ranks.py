@@ -13,7 +13,7 @@ from drover.pipeline.config.training import ParallelConfig, TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel import ranks
-from drover.pipeline.parallel.ranks import ALLOCATOR, PATIENCE, allow_open_files, extend_segments, start_ranks
+from drover.pipeline.parallel.ranks import ALLOCATOR, PATIENCE, allow_open_files, start_ranks
 from drover.pipeline.training.watchdog import longest_wait
 from tests.parallel.groups import run_case
 from tests.parallel.train_steps import one_refuses, waits
@@ -25,12 +25,6 @@ def nothing_said(monkeypatch):
     for name in ALLOCATOR:
         monkeypatch.setenv(name, "")  # so that it is put back as it was
         monkeypatch.delenv(name)
-
-
-def test_who_says_how_memory_is_dealt_with_is_obeyed(monkeypatch):
-    monkeypatch.setenv(ALLOCATOR[1], "max_split_size_mb:64")
-    extend_segments()
-    assert {key: os.environ[key] for key in ALLOCATOR if key in os.environ} == {ALLOCATOR[1]: "max_split_size_mb:64"}
 
 
 def test_ranks_on_gpus_let_segments_grow_before_they_touch_one(monkeypatch):

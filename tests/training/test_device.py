@@ -8,11 +8,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor
 
-from drover.pipeline.config.training import TrainConfig
-from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.training import set_up
-from drover.pipeline.training.checkpoints import agreed_precision
 from drover.pipeline.training.device import (
     VARIABLES,
     choose_precision,
@@ -21,7 +17,6 @@ from drover.pipeline.training.device import (
     peak_flops,
     want_of_memory,
 )
-from tests.refusal import refused
 
 CPU = torch.device("cpu")
 
@@ -44,10 +39,6 @@ def test_on_gpus_only_bf16_that_is_not_emulated_counts(monkeypatch, supported, e
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", query := Mock(return_value=supported))
     assert choose_precision("auto", torch.device("cuda"))[0] == expected
     query.assert_called_with(including_emulation=False)
-
-
-def test_auto_stays_in_what_a_run_computed_in_before(ranks):
-    assert agreed_precision("auto", "fp8", ranks)[0] == "fp8"
 
 
 @pytest.fixture(autouse=True)
@@ -74,14 +65,6 @@ def test_kernels_and_orders_of_sums_are_fixed(monkeypatch):
     assert not torch.utils.deterministic.fill_uninitialized_memory
     assert (VARIABLES | {"NCCL_ALGO": "allreduce:tree"}).items() <= os.environ.items(), "own choices stay"
     assert getattr(inductor, "deterministic", True)
-
-
-def test_training_makes_it_so_before_it_touches_a_device(monkeypatch):
-    def refuse(*_):
-        raise UserError(f"deterministic: {torch.are_deterministic_algorithms_enabled()}")
-    monkeypatch.setattr(set_up, "start_ranks", refuse)
-    config = Config(train=TrainConfig(deterministic=True))
-    refused(UserError, "deterministic: True", set_up.set_up, SimpleNamespace(config=config, store=None), None, None)
 
 
 GPU = torch.device("cuda", 0)

@@ -3,8 +3,6 @@
 import json
 import math
 import random
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,10 +10,7 @@ import torch
 
 from drover.pipeline.config.training import GuardConfig
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.data.provenance import SeenDocument
-from drover.pipeline.records.checkpoints import TrainingProgress
-from drover.pipeline.training.engine import StepResult
-from drover.pipeline.training.guards import UNLIMITED, GuardRunner, Guards
+from drover.pipeline.training.guards import UNLIMITED, Guards
 from tests.refusal import refused
 
 NAN = math.nan
@@ -103,14 +98,6 @@ def test_a_spike_is_named_with_its_numbers_and_only_under_log_applied(spike, exp
     assert guards.limits() == limits and tuple(guards.counters().values()) == counters
 
 
-def test_a_lasting_higher_level_becomes_normal_under_log_and_stops_under_skip():
-    guards = steady(Guards(GuardConfig(spike_window=64, spike_min_history=32)), steps=64)
-    outcomes = judged(guards, *(4.4 + 0.01 * (step % 3) for step in range(64)))
-    assert outcomes[0] == "spike" and outcomes[-1] == "ok"
-    assert 20 < outcomes.count("spike") <= 34
-    refused(UserError, "spike=log", judged, steady(Guards(GuardConfig(spike="skip", max_skipped=4))), *[4.4] * 5)
-
-
 def test_too_many_skips_in_a_row_stop_with_an_explanation_also_over_a_restart():
     config = GuardConfig(max_skipped=2)
     guards = Guards(config)
@@ -147,20 +134,3 @@ def test_state_goes_through_json_and_every_later_decision_is_the_same():
     assert outcomes == {"ok", "skip nonfinite", "skip spike"} and straight.skipped_total > straight.spikes_total > 0
     narrower = going_on(GuardConfig(spike_window=40), straight.state())
     assert narrower.state()["losses"] == straight.state()["losses"][-40:]
-
-
-@pytest.mark.parametrize("is_rank_zero", [True, False])
-def test_one_rank_reads_documents_and_tells_and_all_stop_with_its_words(monkeypatch, is_rank_zero):
-    read = Mock(return_value=[SeenDocument("web", "train-0.arrow", 5, "abc", [8])])
-    printed = Mock()
-    log = Mock()
-    monkeypatch.setattr("drover.pipeline.training.guards.documents_of", read)
-    ranks = SimpleNamespace(is_rank_zero=is_rank_zero, by_leader=lambda read: [],
-                            same=lambda value: value if is_rank_zero else "what rank 0 has read")
-    runner = GuardRunner(Mock(**{"config.train.guards": GuardConfig(max_skipped=1)}), ranks, Mock(), printed)
-    runner.batch_sequences = 8
-    runner.judge_step(1, StepResult(NAN, 1.0, False), TrainingProgress(), True, log)
-    assert read.call_count == printed.call_count == log.call_count == is_rank_zero
-    refused(UserError, "web/abc" if is_rank_zero else "what rank 0 has read", runner.judge_step, 2,
-            StepResult(NAN, 1.0, False), TrainingProgress(step=1, samples=8), True, log)
-    assert read.call_count == 2 * is_rank_zero

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import signal
 from signal import SIGINT, SIGTERM, SIGUSR1, SIGUSR2
 from types import SimpleNamespace
 from unittest.mock import Mock, call
@@ -85,18 +84,6 @@ def test_the_file_is_looked_for_now_and_then_only_and_who_was_asked_once_stays_a
     assert agreed_by(request)
     (tmp_path / STOP).unlink()
     assert agreed_by(request)
-
-
-def test_the_process_is_left_as_it_was_found(tmp_path):
-    before = signal.getsignal(SIGUSR2), signal.pthread_sigmask(signal.SIG_BLOCK, [SIGUSR2])
-    try:
-        signal.raise_signal(SIGUSR2)  # waits; to this thread, since others of the test process may hear it
-        with StopAgreement(rank_of(), tmp_path, None, 0.0) as request:
-            assert agreed_by(request) == Stop("SIGUSR2", True)
-        assert SIGUSR2 in signal.pthread_sigmask(signal.SIG_BLOCK, [])
-        assert signal.getsignal(SIGUSR2) == before[0]
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before[1])
 
 
 def test_a_checkpoint_waits_for_scores_of_its_content_and_a_damaged_record_is_a_warning(tmp_path):

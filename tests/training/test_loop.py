@@ -20,13 +20,3 @@ def test_a_measurement_that_fails_comes_after_the_save(fails):
     refused(MemoryError, fails, Loop._train, loop)
     calls = [name for name, *_ in loop.mock_calls]
     assert calls.index("_update") < calls.index("_advance") < calls.index("_save") < calls.index(fails)
-
-
-def test_a_step_is_watched_while_it_computes(monkeypatch):
-    """With a shorter limit from where all ranks have their batch to where the step is judged. Of the loop only
-    `_update` is real; the watchdog and the engine note when they were called."""
-    loop = MagicMock(done=1, **{"progress.step": 2})
-    monkeypatch.setattr("drover.pipeline.training.loop.planned_rate", lambda step, plan: 0.1)
-    assert Loop._update(loop, MagicMock(), 7) is loop.engine.step.return_value
-    calls = [name for name, *_ in loop.mock_calls]
-    assert calls.index("watchdog.step_begins") < calls.index("engine.step") < calls.index("watchdog.pulse")

@@ -218,17 +218,6 @@ def test_mlflow_continues_one_run_in_files(two_starts):
     assert run.data.metrics["watch/checkpoint_stall_s"] == 0.25
 
 
-@needs_mlflow
-def test_a_kill_while_mlflow_takes_the_settings_leaves_one_run(tmp_path, monkeypatch):
-    from mlflow import MlflowClient
-    with monkeypatch.context() as killed:
-        killed.setattr(MlflowClient, "log_param", MagicMock(side_effect=[None, SystemExit]))
-        start(tmp_path, [], "mlflow", steps=[(1, 4.0)])
-    start(tmp_path, [], "mlflow", steps=[(1, 4.0)])
-    _, run = mlflow_run(tmp_path)
-    assert run.data.params["model.dim"] == "32" and run.data.params["name"] == "mine"
-
-
 def test_curves_are_the_numbers_that_can_be_drawn():
     assert curves(record(2, "nan", skipped="nonfinite", tokens=7, validation_text_bpb={"": 1, "b": 2.5})) == {
         "train/lr": 0.5, "watch/tokens": 7.0, "validation/bits_per_byte": 1.0, "validation/bits_per_byte/b": 2.5}

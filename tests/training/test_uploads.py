@@ -2,9 +2,6 @@
 
 import json
 import shutil
-from datetime import timedelta
-from types import SimpleNamespace
-from unittest.mock import DEFAULT, Mock
 
 import pytest
 
@@ -15,9 +12,9 @@ from drover.pipeline.records.metrics import Rollback, add_rollback, read_rollbac
 from drover.pipeline.storage.mirror import COPY, OWNER
 from drover.pipeline.storage.store import Store
 from drover.pipeline.training import uploads as module
-from drover.pipeline.training.uploads import SET_ASIDE, Uploads, take_records, train_records
+from drover.pipeline.training.uploads import SET_ASIDE, take_records, train_records
 from tests.refusal import refused
-from tests.training.saving import Gate, Run, after
+from tests.training.saving import Gate, Run
 from tests.waiting import wait_for
 
 
@@ -113,16 +110,6 @@ def test_a_killed_run_goes_on_at_once_where_it_is_and_where_it_was_moved(run, tm
     assert moved.complete == [4, 8]
 
 
-def test_however_short_the_patience_the_last_copy_is_waited_for(run, monkeypatch):
-    run.train(4)
-    copying = run.begin().uploads
-    copying.ranks = SimpleNamespace(patience=timedelta(minutes=2))
-    waited = []
-    monkeypatch.setattr(Uploads, "_wait", lambda self, step, limit: waited.append(limit) or "")
-    copying.on_finish(after(4))
-    assert waited == [timedelta(minutes=1)]
-
-
 def test_of_what_comes_while_a_copy_is_made_only_the_newest_is_copied(gated):
     run, gate = gated
     run.save_held(gate, 1)
@@ -210,12 +197,3 @@ def test_a_step_that_is_saved_again_is_no_copy_until_it_is_copied_again(gated):
     assert run.complete == [] and run.uploads.uploaded == -1
     gate.open.set()
     assert run.waited(1) == "" and run.complete == [1]
-
-
-def test_a_marker_that_cannot_be_read_costs_no_save_and_is_tried_again(gated, monkeypatch):
-    run, _ = gated
-    read = Mock(wraps=module.read_marker, side_effect=[UserError("Input/output error"), *[DEFAULT] * 9])
-    monkeypatch.setattr(module, "read_marker", read)
-    run.save_copied(1)
-    assert sorted(run.log.names()) == ["checkpoint", "checkpoint_copied", "checkpoint_copy_failed"]
-    assert run.complete == [1]

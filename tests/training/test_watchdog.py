@@ -1,17 +1,13 @@
 """What may take long between two steps is no hang: on a clock that the tests turn."""
 
-from itertools import pairwise
 from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
 
 import pytest
 
-from drover.model.generation.stream import generate
-from drover.model.llama import Llama
 from drover.pipeline.config.training import FIRST, TrainConfig
 from drover.pipeline.training.monitor import Samples
 from drover.pipeline.training.watchdog import STEP_S, Watchdog
-from tests.training.engine_kit import MODEL
 
 LIMIT = 600.0
 
@@ -39,16 +35,6 @@ def test_the_limit_is_what_it_says(tmp_path, steps, sign, limit):
     dog = after(tmp_path, *steps)
     sign(dog)
     assert not hangs(dog, limit - 1) and hangs(dog, 4)
-
-
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_drawing_a_text_is_watched_token_by_token(use_cache):
-    model = Llama(MODEL)
-    calls = []
-    model.register_forward_pre_hook(lambda *_: calls.append("forward"))
-    generate(model, [[1, 2], [3]], 4, temperature=0.8, top_p=0.9, seed=0, stop_ids=(), use_cache=use_cache,
-             pulse=lambda: calls.append("pulse"))
-    assert calls.count("forward") >= 4 and ("forward", "forward") not in pairwise(calls)
 
 
 def test_texts_that_could_not_be_drawn_for_want_of_numbers_are_no_end(monkeypatch):

@@ -52,9 +52,3 @@ def test_compiling_is_refused_without_the_headers_of_python(monkeypatch, tmp_pat
             TrainConfig(compile=True), torch.device("cpu"))
     monkeypatch.setenv("CPATH", "/opt/python/include")
     refuse_without_compiler(TrainConfig(compile=True), torch.device("cpu"))
-
-
-@pytest.mark.slow
-def test_a_run_that_compiles_is_refused_before_its_first_step(fresh, tmp_path):
-    result = run_train(fresh, "train.compile=true", expect=2, PATH=str(tmp_path / "empty"))
-    assert "torch.compile needs a compiler" in result.stderr and "Traceback" not in result.stderr
