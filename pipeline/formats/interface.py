@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -82,7 +82,7 @@ class Weights(ABC):
         return name
 
     def _fit(self, actual: Mapping[str, Dims], expected: Mapping[str, Dims],
-             passed_over: Collection[str], stated: str, wrong: Sequence[str] = ()) -> None:
+             passed_over: Collection[str], stated: str) -> None:
         """Close, and raise UserError, unless the files have exactly the expected tensors, each with its shape. A tied
         output matrix may be stored too, if it is equal to the embedding.
 
@@ -90,13 +90,12 @@ class Weights(ABC):
             actual, expected: shapes by the names of this format.
             passed_over: names to ignore.
             stated: the place that states the shape.
-            wrong: further problems.
         """
         embedding, head = map(self.stored_name, (EMBEDDING, OUTPUT))
         tied = self.config.tied_embeddings
         wrong = [*(f"{name} is missing" for name in expected if name not in actual and not (tied and name == head)),
                  *(f"{name} is no parameter of a Llama of {self.config.layers} layers" for name in actual
-                   if name not in expected and name not in passed_over), *wrong,
+                   if name not in expected and name not in passed_over),
                  *(f"{name} is {list(actual[name])}; by {stated} it is {list(shape)}" for name, shape in
                    expected.items() if actual.get(name, shape) != shape)]
         wrong = wrong or [f"{self.stored_name(name)} holds whole numbers ({dtype}): quantised weights are not read"

@@ -35,8 +35,7 @@ torch keeps an annotation while the layer runs. torch.compile carries it along w
 see an attribute that Python sets."""
 
 # An fp8 product is `mm` of torchao's tensors in eager blocks, and `_scaled_mm` in a graph.
-# With a bias, a product is one `addmm`.
-PRODUCT_OPERATORS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default}
+PRODUCT_OPERATORS = {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default}
 if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # the operator by which drover.model.linear calls oneDNN
     PRODUCT_OPERATORS.add(torch.ops.mkldnn._linear_pointwise.default)
 SUM_OPERATORS = {torch.ops._c10d_functional.reduce_scatter_tensor.default}

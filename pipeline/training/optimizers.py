@@ -259,7 +259,7 @@ class Wrapped(Optimizer):
         lr: train.lr, with which `inner` was made.
 
     Raises:
-        UserError: `inner` omits a weight, cannot step without a closure, or keeps a state that cannot be saved and
+        UserError: `inner` omits a weight, or keeps a state that cannot be saved and
             loaded: one that is neither a count `step` nor zeros of the parameter's shape at the start.
     """
 
@@ -313,11 +313,7 @@ class Wrapped(Optimizer):
             own(weight.parameter).zero_()  # before a checkpoint is read it may hold anything
         for group in self.inner.param_groups:
             group["lr"] = 0.0
-        try:
-            self.inner.step()
-        except TypeError as error:
-            raise UserError(f"The optimizer {self.kind} cannot be stepped without a closure ({error}): a step of "
-                            f"training computes its gradients once.") from error
+        self.inner.step()
         for name, weight in self.weights.items():
             own(weight.parameter).copy_(before[name])
             weight.parameter.grad = None

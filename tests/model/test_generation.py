@@ -134,14 +134,6 @@ def cut(text, stop):
     return text, False
 
 
-def test_what_may_change_is_held_back_characters_come_whole_and_broken_ones_as_a_sign():
-    assert streamed([b"one E", b"N", b"E two"], ("END",))[:2] == (["one ", "", "ENE two"], "")
-    assert streamed([b"one E", b"N"], ("END",))[:2] == (["one ", ""], "EN")
-    smile = "😀".encode()
-    assert streamed([b"a" + smile[:1], smile[1:3], smile[3:] + b"b"])[:2] == (["a", "", "😀b"], "")
-    assert streamed([b"a\xff", b"b" + smile[:2]])[:2] == (["a\ufffd", "b"], "\ufffd")
-
-
 @given(content=st.one_of(st.text("ab\né😀", max_size=30).map(str.encode), st.binary(max_size=20)),
        stop=st.lists(st.text("ab\né😀", min_size=1, max_size=4), max_size=3),
        cuts=st.lists(st.integers(0, 60), max_size=20))

@@ -208,7 +208,6 @@ def test_a_weight_that_was_left_out_is_named():
 
 
 @pytest.mark.parametrize(("make", "words"), [
-    (lambda parameters: torch.optim.LBFGS(parameters, lr=0.1), "LBFGS cannot be stepped without a closure"),
     (lambda parameters: torch.optim.NAdam(parameters, lr=0.1), "NAdam keeps 'mu_product' of tok_embeddings.weight"),
     (lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.1),
      "Adagrad starts with 'sum' of tok_embeddings.weight other than zeros")])
