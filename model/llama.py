@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from drover.model.attention.backend import Backend, Documents
 from drover.model.attention.module import PLAIN, Attention, Cache, Layout
+from drover.model.attention.sdpa import dense_mask
 from drover.model.config import ModelConfig
 from drover.model.linear import Linear
 from drover.model.loss import Losses, wide
@@ -189,10 +190,10 @@ class Llama(nn.Module):
         if positions is None:
             positions = torch.arange(start, end, device=tokens.device).unsqueeze(0)
         rotation = self.rotary_table.at(positions, exact)
-        if mask is not None:
+        if documents is None:
+            if mask is None and start > 0 and tokens.shape[1] > 1:  # else torch's causal kernel, or one query sees all
+                mask = dense_mask(tokens.shape[1], start, None, tokens.device, h.dtype)
             layout = Layout(rotation, prepared=mask)
-        elif documents is None:
-            layout = Layout.causal(rotation, tokens.shape[1], start, tokens.device, h.dtype)
         else:
             prepared = self.backend.prepare(Documents(documents, document_lengths), h.dtype)
             layout = Layout(rotation, self.backend, prepared)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CHECKED_TOKENS = 512
 """How many validation tokens are compared. A float64 forward pass of the checkpoint is the reference for transformers
-with the export, and for the training model: logits, argmax tokens, token losses."""
+with the export, and for the training model: logits and argmax tokens."""
 
 
 def convert(work: Work) -> None:

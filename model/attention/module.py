@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from drover.model.attention.backend import Backend
-from drover.model.attention.sdpa import Sdpa, dense_mask
+from drover.model.attention.sdpa import Sdpa
 from drover.model.config import ModelConfig
 from drover.model.linear import Linear
 from drover.model.rope import Rotation
@@ -32,12 +32,6 @@ class Layout:
 
     def __init__(self, rotation: Rotation, backend: Backend = PLAIN, prepared: Any = None) -> None:
         self.rotation, self.backend, self.prepared = rotation, backend, prepared
-
-    @classmethod
-    def causal(cls, rotation: Rotation, length: int, start: int, device: torch.device, dtype: torch.dtype) -> Layout:
-        """Tokens start .. start + length - 1 see all tokens up to themselves; those before `start` are in a cache."""
-        return cls(rotation, PLAIN, None if start == 0 or length == 1 else
-                   dense_mask(length, start, None, device, dtype))
 
 
 class Cache(Protocol):

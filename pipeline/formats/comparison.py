@@ -186,8 +186,6 @@ class Agreement:
             transformers computes them; at least float32's resolution at the largest logit. The yardstick.
         argmax_equal, argmax_decided: tokens where both sides have the float64 pass's argmax; tokens where the lead of
             that argmax is beyond rounding, so that both must have it.
-        training_loss_error, transformers_loss_error, single_precision_loss_error: largest difference of one token's
-            loss.
         factor: allowed multiple of single precision's own error.
     """
 
@@ -200,22 +198,17 @@ class Agreement:
     argmax_equal: int
     argmax_decided: int
     argmax_wrong: int
-    training_loss_error: float
-    transformers_loss_error: float
-    single_precision_loss_error: float
     factor: float = FACTOR
 
     @property
     def problems(self) -> list[str]:
         """Differences beyond rounding, as sentences; empty for a correct export. NaN is beyond everything."""
         resolution = self.largest_logit * torch.finfo(torch.float32).eps
-        single, losses = self.single_precision_logit_error, self.single_precision_loss_error
+        single = self.single_precision_logit_error
         problems = [f"{what} are off by up to {error:.1e}, where {whose} off by {known:.1e} (logits up to "
                     f"{self.largest_logit:.1f})" for what, error, whose, known in (
             ("transformers' logits", self.transformers_logit_error, "float32 is", single),
             ("the training model's logits", self.training_logit_error, "float32 is", single),
-            ("transformers' token losses", self.transformers_loss_error, "float32 is", losses),
-            ("the training model's token losses", self.training_loss_error, "float32 is", losses),
             ("the training model's logits", self.training_logit_error, "transformers' are",
              max(self.transformers_logit_error, resolution))) if not error <= self.factor * known]
         if self.argmax_wrong:
@@ -247,7 +240,7 @@ def compare_logits(folder: Path, config: ModelConfig, read: Read, tokens: Tensor
         raise UserError(f"The model that was trained has logits that are NaN or infinite on {tokens.numel()} tokens, "
                         f"even in float64, so its export cannot be compared. Convert an earlier checkpoint, or "
                         f"search its weights for NaN.")
-    result = agreement(reference, training, theirs, single, tokens, config.layers)
+    result = agreement(reference, training, theirs, single, config.layers)
     if result.problems:
         where = ours.parting or ("No part of transformers' model differs by more than rounding: check the training "
                                  "model.")
@@ -295,14 +288,12 @@ class _Passes:
             self.parting = f"They agree before {name}; after it values up to {size:.2g} differ by {off:.1e}."
 
 
-def agreement(reference: Tensor, ours: Tensor, theirs: Tensor, single: Tensor, tokens: Tensor,
-              layers: int) -> Agreement:
+def agreement(reference: Tensor, ours: Tensor, theirs: Tensor, single: Tensor, layers: int) -> Agreement:
     """The figures of `Agreement`.
 
     Args:
         reference: float64 logits, (1, length, vocabulary).
         ours, theirs, single: float32 logits of the training model, of transformers, and entirely in single precision.
-        tokens: (1, length) int64: each is the target of the one before.
     """
     largest = float(reference.abs().max())
     resolution = largest * torch.finfo(torch.float32).eps
@@ -311,26 +302,15 @@ def agreement(reference: Tensor, ours: Tensor, theirs: Tensor, single: Tensor, t
     decided = best - second > 2 * FACTOR * single_error
     likeliest = reference.argmax(-1)
     equal = (theirs.argmax(-1) == likeliest) & (ours.argmax(-1) == likeliest)
-    losses = _token_losses(reference, tokens)
-
-    def loss_error(logits: Tensor) -> float:
-        return _error(_token_losses(logits, tokens), losses)
     return Agreement(
-        tokens_compared=tokens.numel(), layers_compared=layers, largest_logit=largest,
+        tokens_compared=likeliest.numel(), layers_compared=layers, largest_logit=largest,
         training_logit_error=_error(ours, reference), transformers_logit_error=_error(theirs, reference),
         single_precision_logit_error=single_error, argmax_equal=int(equal.sum()), argmax_decided=int(decided.sum()),
-        argmax_wrong=int((decided & ~equal).sum()), training_loss_error=loss_error(ours),
-        transformers_loss_error=loss_error(theirs), single_precision_loss_error=max(loss_error(single), resolution))
+        argmax_wrong=int((decided & ~equal).sum()))
 
 
 def _error(actual: Tensor, reference: Tensor) -> float:
     return float((actual.double() - reference.double()).abs().max()) if actual.numel() else 0.0
-
-
-def _token_losses(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Nats of each token but the first, float64, (1, length - 1)."""
-    scores = logits[:, :-1].double().log_softmax(-1)
-    return -scores.gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
 
 class SingleAngles(RotaryTable):

@@ -67,7 +67,6 @@ def test_a_sharp_model_passes_and_block_by_block_transformers_computes_what_it_c
     assert changes or result.training_logit_error > 1e-5, "an absolute limit would refuse it"
     assert 0 < result.transformers_logit_error <= FACTOR * result.single_precision_logit_error < 0.05
     assert result.argmax_equal >= result.argmax_decided > 150 and result.argmax_wrong == 0
-    assert result.transformers_loss_error < 0.01
 
 
 def edited(change):
@@ -148,13 +147,13 @@ def test_numbers_that_are_none_are_refused(tmp_path):
 def test_each_side_is_judged():
     """Whichever of them is wrong, and NaN, is told; single precision's own error is the yardstick."""
     reference = torch.randn(1, 50, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 10
-    ids, near = torch.arange(50)[None] % 30, reference.float()
+    near = reference.float()
     off = near + 1e-3
     bent = near.clone()
     bent[0, 7] = -bent[0, 7]
 
     def problems(ours, theirs, single):
-        return agreement(reference, ours, theirs, single, ids, 1).problems
+        return agreement(reference, ours, theirs, single, 1).problems
     assert problems(near, near, near) == []
     assert problems(off, off, off) == [], "what float32 itself is off is no defect"
     assert "transformers' logits" in problems(near, off, near)[0]

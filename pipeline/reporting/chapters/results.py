@@ -185,8 +185,7 @@ def export(facts: Facts) -> Iterator[Block]:
         "float64 forward pass of the checkpoint ({layers_compared:,} of {layers:,} layers). The most likely next token "
         "was the same for {argmax_equal:,} tokens.", {**counts, "layers": facts.config.model.layers})
     yield Table("Largest difference from float64", {
-        "float32 arithmetic of": "{title}", "logits": "{logits:n}", "token losses (nats)": "{losses:n}"},
-        [{"title": title, "logits": counts[f"{key}_logit_error"], "losses": counts[f"{key}_loss_error"]}
-         for title, key in SIDES.items()],
+        "float32 arithmetic of": "{title}", "logits": "{logits:n}"},
+        [{"title": title, "logits": counts[f"{key}_logit_error"]} for title, key in SIDES.items()],
         filled("The limit for either model is {factor:n} times the difference of single precision itself. The largest "
                "logit is {largest_logit:n}.", counts))
