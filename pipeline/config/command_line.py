@@ -53,6 +53,7 @@ def as_setting(words: Sequence[str]) -> str:
         value = given[0] if given else "VALUE"
     sections = {key.rpartition(".")[0] for key in keys_of(Config)}
     ours = settings_meant(option.strip("-").replace("-", "_"))
-    forms = [f"'{key}=VALUE' ({MEANINGS[key]})" if key in MEANINGS else f"'{key}={value}'"  # it may have another unit
+    forms = [f"'{key}=VALUE' ({MEANINGS[key]})"  # it may have another unit
+             if key in MEANINGS and not option.endswith(key.rpartition(".")[2]) else f"'{key}={value}'"
              for key in ours if key not in sections] or [f"the section '{key}'" for key in ours]
     return f"settings have no dashes; did you mean {first(forms)}?" if forms else ""

@@ -157,7 +157,9 @@ def settings_meant(key: str) -> list[str]:
     places = settings_called(section.rpartition(".")[2]) if section else []
     if places and name in WITHOUT_MEANING:
         return places
-    return sorted(settings_called(name), key=lambda ours: not ours.startswith((f"{section}.", *places)))
+    called = settings_called(name)
+    exact = {f"{place}.{name}" for place in (section, *places)}.intersection(called)
+    return sorted(exact or called, key=lambda ours: not ours.startswith((f"{section}.", *places)))
 
 
 def settings_called(name: str) -> list[str]:

@@ -42,6 +42,8 @@ MOST_VALUES = 1 << 20
 """Most values in a file or override, those of an alias counted wherever it stands. Nested aliases could make more than
 any memory holds."""
 
+OF_COMMANDS = {"parameters": "ladder", "seeds": "sweep"}
+"""Commands with files of their own, by a key that each of these has."""
 TYPED = "the command line"
 """Start of the place of an override."""
 
@@ -402,6 +404,10 @@ def _with_bases(path: Path, above: tuple[Path, ...], advice: str) -> Tree:
     """A file merged over its bases. above: the files that named it as a base."""
     path = shipped(path)
     own = read_yaml(path, advice)
+    commands = [command for key, command in OF_COMMANDS.items() if key in own]
+    if commands and own.keys().isdisjoint(Config.model_fields):
+        raise UserError(f"{path} is the file of a {commands[0]}, not the configuration of a run. `drover {commands[0]} "
+                        f"{path}` trains its runs.")
     chain = (*above, path.resolve())
     if chain[-1] in above:
         raise UserError(f"The configuration {path} is its own base: {' -> '.join(map(str, chain))}. Remove one "
