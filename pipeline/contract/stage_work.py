@@ -395,7 +395,9 @@ def git_state() -> GitState:
 
 def git(repository: Path, *arguments: str) -> str | None:
     """Git's output; None without git, or if the folder is no repository itself (it may be inside one)."""
-    within = {**os.environ, "GIT_CEILING_DIRECTORIES": str(repository.resolve().parent)}
+    # Git refuses a repository of another user that it has to look for: its configuration may start programs. Drover
+    # runs that user's code from there already. So a run from a shared checkout has its commit.
+    within = {**os.environ, "GIT_DIR": str(repository.resolve() / ".git")}
     try:
         return subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=True,
                               timeout=60, errors="replace", env=within).stdout

@@ -4,6 +4,7 @@ The bodies here are tiny, so that the contract itself is tested; the stages' own
 """
 
 import os
+import subprocess
 
 import pytest
 
@@ -194,6 +195,21 @@ def test_git_state_of_a_snapshot_is_that_of_what_it_was_made_of(tmp_path, monkey
     monkeypatch.setattr(stage_work, "IMPORTED_FROM", tmp_path)
     write_text(tmp_path / "snapshot.json", '{"commit": "abc", "changed": true, "made": "2026-01-01"}')
     assert stage_work.git_state() == {"commit": "abc", "changed": True}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_a_run_from_a_checkout_of_another_user_has_its_commit(tmp_path):
+    """Git itself refuses such a repository where it has to look for it."""
+    for command in "init -q .", "-c user.name=a -c user.email=a@b commit -q --allow-empty -m first":
+        subprocess.run(["git", "-C", tmp_path, *command.split()], check=True)
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        os.chown(path, 12345, 12345)
+    refusal = subprocess.run(["git", "-C", tmp_path, "rev-parse", "HEAD"], capture_output=True, text=True,
+                             env={**os.environ, "HOME": str(tmp_path)}).stderr
+    assert "dubious ownership" in refusal
+    assert stage_work.git(tmp_path, "rev-parse", "HEAD") and stage_work.git(tmp_path, "status", "--porcelain") == ""
+    (tmp_path / "inside").mkdir()
+    assert stage_work.git(tmp_path / "inside", "rev-parse", "HEAD") is None, "that is no repository itself"
 
 
 def test_an_atomic_file_appears_whole_and_one_that_others_may_have_mapped_only_with_another_content(tmp_path):
