@@ -16,6 +16,7 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.manifest import State
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import IMPORTED_FROM, STAGES, WATCH, before
+from drover.pipeline.evaluation.checkpoint_scores import unscored
 
 MOST_ELEMENTS = 64
 """The most elements of a stage's array by default."""
@@ -125,11 +126,11 @@ def plan(config: Config, run: Run, stages: list[str], options: Options) -> list[
         if job.to_run:
             running.append(stage)
         jobs.append(_on_slurm(job, config, options) if slurm else _on_this_machine(job, config, options.machine))
-        if stage == "train" and slurm and job.to_run and config.evaluate.every:
+        if stage == "train" and slurm and config.evaluate.every and (job.to_run or unscored(run)):
             # It scores checkpoints, with what the stage evaluate requests.
             watch = replace(job, state=State("absent"), stage="evaluate", name=f"{config.name}-{WATCH}",
-                            dependencies=("train",), command=(job.command[0], "-m", "drover.pipeline.watch", job.run,
-                                                              "--watch", "--config", file))
+                            dependencies=("train",) * job.to_run, command=(
+                                job.command[0], "-m", "drover.pipeline.watch", job.run, "--watch", "--config", file))
             jobs.append(replace(_on_slurm(watch, config, options), stage=WATCH))
     return jobs
 

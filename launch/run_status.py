@@ -23,11 +23,12 @@ from drover.launch.slurm.scheduler import EXPECTED, NEVER, UNKNOWN, JobInfo
 from drover.pipeline.config.loading import read_without_plugins, recorded_stages
 from drover.pipeline.contract.manifest import STARTED, Manifest, read_manifest
 from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.contract.stages import STAGES, WATCH
 from drover.pipeline.contract.state import PROGRESS, STOP, Progress, read_state
 from drover.pipeline.core.console import counted, duration
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_bytes, read_sealed
+from drover.pipeline.evaluation.checkpoint_scores import all_scored
 from drover.pipeline.records.checkpoints import SCORES
 from drover.pipeline.records.metrics import RunFacts, Start
 
@@ -57,7 +58,8 @@ class StageFiles:
         last: the status of its last start; None if it is done, or if that start is older than the newest submission.
         due: whether it is not done, or was done before the newest submission that requests it.
         started: whether there is a start record.
-        scored: checkpoints that were scored while training.
+        scored: checkpoints that were scored while training. all_scored: of the job that scores them, whether training
+            is done and nothing is left to score, whoever did it.
         alive: whether the process that last held the stage still runs; None if it is on another machine.
     """
 
@@ -83,6 +85,7 @@ class StageFiles:
         self.progress = _quietly(lambda: TypeAdapter(Progress).validate_python(read_sealed(own / PROGRESS)), None)
         self.started = (own / STARTED).exists()
         self.scored = len([*(own / SCORES).glob("step-*.json")])
+        self.all_scored = own.name == WATCH and _quietly(lambda: all_scored(run), False)
         self.alive = _alive(own)
 
 
@@ -242,7 +245,7 @@ def _state(run: RunFiles, stage: StageFiles, info: JobInfo, now: float, *, silen
             return "failed", (f"{name} (job {info.id}) will never start ({info.reason}): look at {NEVER[info.reason]}. "
                               f"Remove it first: drover cancel {run.folder}")
         return "waiting", "" if info.reason in EXPECTED else f"{name} (job {info.id}) waits: {info.reason}"
-    if stage.manifest is not None:
+    if stage.manifest is not None or stage.all_scored:
         return "reused" if stage.reused else "done", ""
     if last and last.status != "running":
         state: State = "failed" if last.status == "failed" else "stopped"

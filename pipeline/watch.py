@@ -43,7 +43,7 @@ from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.core.files import write_sealed
 from drover.pipeline.evaluate import Cached, load, measure_tasks, measure_text
 from drover.pipeline.evaluation.aggregates import aggregated
-from drover.pipeline.evaluation.checkpoint_scores import CheckpointScores, digest_of, is_scored, scores_path
+from drover.pipeline.evaluation.checkpoint_scores import CheckpointScores, digest_of, scores_path, unscored
 from drover.pipeline.evaluation.results import (
     doubts,
     figures,
@@ -54,7 +54,7 @@ from drover.pipeline.evaluation.results import (
 )
 from drover.pipeline.evaluation.selection import selected
 from drover.pipeline.evaluation.tasks import go_offline
-from drover.pipeline.records.checkpoints import SCORES, complete_checkpoints, read_marker, step_of
+from drover.pipeline.records.checkpoints import SCORES, read_marker, step_of
 
 if TYPE_CHECKING:
     from drover.pipeline.contract.manifest import Fingerprint
@@ -100,7 +100,7 @@ def work(options: argparse.Namespace) -> int:
                 (folder / MANIFEST).unlink(missing_ok=True)
                 write_state(folder, "running")
             began = now()
-            scored = score(run, ranks, known, run.config.evaluate.every, wait=options.watch)
+            scored = score(run, ranks, known, wait=options.watch)
             if recorded:
                 Manifest(WATCH, {}, [], {"checkpoints": scored}, config_hash(run.config), started=began, finished=now(),
                          execution={"world_size": ranks.world, **this_start()}).write(folder)
@@ -126,7 +126,7 @@ def _known(run: Run, held: ExitStack) -> Fingerprint:
             "files": {record["name"]: record["sha256"] for record in run.files("evaluate")}}
 
 
-def score(run: Run, ranks: Ranks, known: Fingerprint, every: int, *, wait: bool) -> int:
+def score(run: Run, ranks: Ranks, known: Fingerprint, *, wait: bool) -> int:
     """Score the checkpoints that are due; how many there were. wait: also those to come, until training is done. Called
     on all ranks."""
     train = run.own_folder("train")
@@ -139,9 +139,7 @@ def score(run: Run, ranks: Ranks, known: Fingerprint, every: int, *, wait: bool)
         made = read_manifest(train)  # first: after it there is no other checkpoint
         # One with fewer steps is of the training that a submission continues.
         is_trained = made is not None and made.counts["steps"] >= run.config.train.steps
-        return is_trained, _has_ended(run, began), [
-            path for path in complete_checkpoints(train)
-            if step_of(path) % every == 0 and not is_scored(train, step_of(path))]
+        return is_trained, _has_ended(run, began), unscored(run)
 
     while True:
         is_trained, has_ended, paths = ranks.by_leader(look)
@@ -154,7 +152,7 @@ def score(run: Run, ranks: Ranks, known: Fingerprint, every: int, *, wait: bool)
             raise Stopped("training ended before it was done", again=False)
         if not paths:
             if ranks.is_rank_zero and not waits:
-                evaluator.say(f"waits for the next checkpoint at a multiple of {every:,} steps")
+                evaluator.say(f"waits for the next checkpoint at a multiple of {run.config.evaluate.every:,} steps")
             time.sleep(LOOK_S)
         waits = not paths
     if ranks.is_rank_zero:

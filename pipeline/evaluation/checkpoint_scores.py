@@ -12,6 +12,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from drover.pipeline.core.files import Record, read_record, sha256_file
 from drover.pipeline.records.checkpoints import (
@@ -19,7 +20,12 @@ from drover.pipeline.records.checkpoints import (
     MARKER,
     SCORES,
     checkpoint_name,
+    complete_checkpoints,
+    step_of,
 )
+
+if TYPE_CHECKING:
+    from drover.pipeline.contract.run import Run
 
 FORMAT = 1
 ADVICE = "Delete it and give the command `drover evaluate` again."
@@ -69,3 +75,15 @@ def is_scored(train: Path, step: int) -> bool:
     """Whether the checkpoint after `step` steps was scored as it is now, or was scored and is being removed."""
     record = read_record(scores_path(train, step), CheckpointScores, ADVICE, FORMAT)
     return record is not None and digest_of(train / CHECKPOINTS / checkpoint_name(step)) in (record.checkpoint, "")
+
+
+def unscored(run: Run) -> list[Path]:
+    """The run's complete checkpoints that are due, at multiples of `evaluate.every` steps, and have to be scored."""
+    every, train = run.config.evaluate.every, run.own_folder("train")
+    return [path for path in complete_checkpoints(train)
+            if every and step_of(path) % every == 0 and not is_scored(train, step_of(path))]
+
+
+def all_scored(run: Run | None) -> bool:
+    """Whether training is done, and no checkpoint has to be scored. False for a run that cannot be read."""
+    return run is not None and run.manifest("train") is not None and not unscored(run)

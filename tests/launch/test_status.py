@@ -5,6 +5,7 @@ import platform
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from drover.launch.slurm.scheduler import JobInfo
 from drover.launch.status import main, show
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.console import draw
-from drover.pipeline.core.files import write_text
+from drover.pipeline.core.files import sha256_file, write_sealed, write_text
+from drover.pipeline.evaluation.checkpoint_scores import CheckpointScores
 from tests.launch.run_folders import NOW, SETTINGS, HandMade
 from tests.refusal import table
 
@@ -169,6 +171,21 @@ def test_a_reused_stage_and_one_of_a_plugin(run):
     assert other.states({"7": "FAILED"}) == ["reused", "reused", "to do", "failed", "to do", "to do", "to do", "done"]
 
 
+def test_a_job_that_scores_checkpoints_has_not_failed_once_they_are_scored(run):
+    """Whoever scored them: another job, `drover evaluate`, or training itself."""
+    write_text(run.folder / "config.yaml", yaml.dump({**SETTINGS, "evaluate": {"every": 100}}))
+    run.submitted(run.job("16", "train"), run.job("17", "watch"))
+    failed, checkpoint = {"16": "COMPLETED", "17": "FAILED"}, run.folder / "train/checkpoints/step-00000100/COMPLETE.json"
+    write_text(checkpoint, "{}")
+    assert run.states(failed)[-1] == "failed", "training may come to further ones"
+    run.done("train", until=10)
+    assert run.states(failed)[-1] == "failed" and run.status(failed).outcome == "failed"
+    score = CheckpointScores(100, sha256_file(checkpoint), 1, None, {}, {})
+    write_sealed(run.folder / "train/scores/step-00000100.json", asdict(score))
+    seen = run.status(failed)
+    assert seen.rows[-1].state == "done" and seen.outcome == "done" and not seen.remarks
+
+
 def test_time_and_restarts_of_training_are_those_of_the_report(run):
     run.done("train", seconds=90, counts={"run_s": 270.0})
     run.progress("train", 500, 500, "steps", restarts=2)
@@ -227,12 +244,14 @@ def test_a_chain_that_runs(run, capsys):
 def test_overview(run, programs, monkeypatch, capsys):
     run.training()
     Seen(Path("runs/new"))
+    Seen(Path("runs/rates/base-seed0"))
     Seen(Path("runs/old")).done("shard", "tokenizer", "encode", "train", "convert", "evaluate", "report")
     programs.queue("16 RUNNING None n[1-4] 10:00", *(f"{id} PENDING Dependency" for id in DEPENDENTS))
     monkeypatch.setenv("PATH", str(programs.folder))
     assert main([]) == 0
     assert [" ".join(line.split()[:4]) for line in capsys.readouterr().out.splitlines()] == [
-        "run done stage state", "demo 3/7 train running", "new 0/7 shard to", "old 7/7 report done"]
+        "run done stage state", "demo 3/7 train running", "new 0/7 shard to", "old 7/7 report done",
+        "rates/base-seed0 0/7 shard to"]
     assert len(programs.calls()) == 1, "Slurm is asked once for all runs"
     monkeypatch.chdir("runs/new")
     assert main([]) == 0 and capsys.readouterr().out == "no runs in runs\n"
