@@ -60,9 +60,10 @@ def start_problems(run: Run, jobs: list[Job], options: Options) -> list[str]:
             reasons.append("launch.environment has PYTHONPATH, which the jobs set to their copy of the code. Add "
                            "folders to it in launch.setup (export PYTHONPATH=...), or name the modules in plugins.")
         reasons += option_problems(config.launch)
-        reasons += [f"launch.{job.stage}.time={job.minutes} min is not longer than launch.signal_s={job.signal_s} s, "
-                    f"the time before the limit at which Slurm signals the end. Raise the one, or lower the other."
-                    for job in running if 60 * job.minutes <= job.signal_s]
+        if short := [job.stage for job in running if 60 * job.minutes <= job.signal_s]:
+            reasons.append(f"launch.time of {', '.join(short)} is not longer than launch.signal_s="
+                           f"{config.launch.signal_s} s, the time before the limit at which Slurm signals the end. "
+                           f"Raise the one, or lower the other.")
         reasons += _too_many_nodes(running)
     return reasons + refusals(partial(refuse_unusable_inputs, run, jobs, options))
 

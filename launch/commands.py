@@ -65,22 +65,23 @@ def _cancel(options: argparse.Namespace) -> int:
 
 def _stop(options: argparse.Namespace) -> int:
     """Ask training to save and end, through the stop file."""
-    status, = query([options.run], Scheduler())
+    run = options.run
+    status, = query([run], Scheduler())
     state = next(row.state for row in status.rows if row.stage == "train")
     if state not in ("running", "waiting"):
-        echo(f"training of {options.run} does not run (it is: {state}), so there is nothing to stop")
+        echo(f"training of {run} does not run (it is: {state}), so there is nothing to stop")
         return 0
     try:
-        write_text(options.run / STOP, "drover stop\n")
+        write_text(run / STOP, "drover stop\n")
     except PermissionError as error:
-        raise UserError(f"You may not write into {options.run / STOP.parent}, so training is not asked to stop. Its "
+        raise UserError(f"You may not write into {run / STOP.parent}, so training is not asked to stop. Its "
                         f"owner can do that.") from error
     if SILENT in status.remarks:
         echo("Slurm does not answer, so training may not be running", file=sys.stderr)
     echo(f"training saves a checkpoint after its current step and ends; a job that still waits ends when it starts "
-         f"(`drover cancel {options.run}` removes it from the queue). The stages after it do not start.\nThe request "
-         f"is the file {options.run / STOP}. To withdraw it, delete the file before training sees it.\nto continue: "
-         f"{continue_command(status.files)}")
+         f"(`drover cancel {run}` removes it from the queue). The stages after it do not start.\nThe request "
+         f"is the file {run / STOP}. To withdraw it, delete the file before training sees it.\nto continue, "
+         f"once `drover status {run} --watch` has ended: {continue_command(status.files)}")
     return 0
 
 
@@ -89,20 +90,18 @@ def _log_options(parser: Parser) -> None:
     parser.add_argument("stage", metavar="STAGE", nargs="?", help="such as train (default: the one that started last)")
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="the rank whose output is shown (default 0)")
     parser.add_argument("--element", type=int, metavar="N", help="the element of a Slurm array whose output is shown")
-    parser.add_argument("--follow", action="store_true", help="keep printing as the output grows, also after restarts")
+    parser.add_argument("--follow", action="store_true", help="keep printing as the output grows, also after restarts, "
+                        "and without STAGE the next stages'")
     add_plugin_option(parser)
 
 
 def _logs(options: argparse.Namespace) -> int:
     """Print the output of a rank in a stage's newest start; with --follow as it grows, until Ctrl-C."""
-    run, rank = options.run, options.rank
-    stage = options.stage or next((start.stage for start in reversed(RunFacts(run).starts)), "")
-    if not stage:
-        raise UserError(f"No stage of {run} has started, so there is no log.")
+    run, rank, stage = options.run, options.rank, options.stage
     shown, file = Path(), None
     with ExitStack() as closing, suppress(KeyboardInterrupt):
         while True:
-            starts = [start for start in RunFacts(run).starts if start.stage == stage
+            starts = [start for start in RunFacts(run).starts if start.stage == (stage or start.stage)
                       and (options.element is None or start.job.endswith(f"_{options.element}"))]
             path = rank_log(starts[-1].logs(run), rank, starts[-1].ranks_per_node) if starts else shown
             if file is not None:
@@ -118,12 +117,12 @@ def _logs(options: argparse.Namespace) -> int:
                 _print(file, rank)
             if not options.follow:
                 if file is None:
-                    has = f"; its newest start has ranks 0-{starts[-1].ranks - 1}" if starts else ""
                     of = "" if options.element is None else f" of element {options.element}"
-                    if not starts and not of:
-                        raise UserError(f"{stage} of {run} has not started, so there is no log.")
-                    raise UserError(f"There is no log of rank {rank}{of} of {stage} in {run}{has}. `drover why {run}` "
-                                    f"shows the logs of its jobs.")
+                    logged = ", ".join(dict.fromkeys(start.stage for start in RunFacts(run).starts)) or "no stage"
+                    has = (f"its newest start has ranks 0-{starts[-1].ranks - 1}" if starts else
+                           f"no start of it is recorded, but of {logged}")
+                    raise UserError(f"There is no log of rank {rank}{of} of {stage or 'any stage'} in {run}: {has}. "
+                                    f"`drover why {run}` shows the logs of its jobs.")
                 return 0
             time.sleep(POLL_S)
     echo()
@@ -153,10 +152,7 @@ def _why(options: argparse.Namespace) -> int:
     names = sorted(_names(options), key=_are_stages)  # a run before its stages
     if options.config is None and names and not _are_stages(names[0]):
         run, *stages = names
-        try:
-            found = find_run(run)
-        except UserError as error:
-            raise UserError(f"{run} is no stage. {error}") from None
+        found = find_run(run, " It is no stage either.")
         if len(stages) < 2:
             return _why_stopped(found, *map(parse_stages, stages))
     if len(names) != 1:

@@ -37,6 +37,7 @@ from drover.pipeline.core.console import (
     draw,
     find_run,
     is_run,
+    name_of,
     runs_in,
     screen_of,
     table,
@@ -75,9 +76,9 @@ def work(options: argparse.Namespace) -> int:
     if run and several and not is_run(Path(run)):
         run = None
     folders = [find_run(run)] if run else several
-    if options.watch and run is None:
-        raise UserError("--watch follows one run. Name the run.")
     if options.watch:
+        if run is None:
+            raise UserError("--watch follows one run. Name the run.")
         return watch(folders[0])
     seen = query(folders, Scheduler())
     if options.json:
@@ -124,7 +125,7 @@ def show(status: RunStatus) -> list[RenderableType]:
 
 def overview(runs: list[RunStatus]) -> list[RenderableType]:
     """A line for each run, at least one, with its current stage."""
-    cells = ((run.files.folder.name, f"{sum(row.state in FINISHED for row in run.rows)}/{len(run.rows)}",
+    cells = ((name_of(run.files.folder), f"{sum(row.state in FINISHED for row in run.rows)}/{len(run.rows)}",
               *CELLS(run.current)) for run in runs)
     return [*([SILENT] * (SILENT in runs[0].remarks)),
             _table(("run", "done", *HEADING), cells, [run.current for run in runs])]

@@ -34,7 +34,7 @@ from drover.launch.describe import by_hand, print_plan
 from drover.launch.local import find_machine, run_jobs
 from drover.launch.plan import Job, Options, plan
 from drover.launch.slurm.options import parameters
-from drover.launch.slurm.submission import for_slurm, submit_chain
+from drover.launch.slurm.submission import for_slurm, refuse_queued, submit_chain
 from drover.pipeline.config.loading import refusal
 from drover.pipeline.config.section import make_folder
 from drover.pipeline.config.tree import Config
@@ -74,8 +74,7 @@ def _launch(options: argparse.Namespace) -> int:
     unsaid = ["No stage is given. Add --stage all, or the stages you want (--help names them)."] * (not options.stage)
     if options.config is None and not showing:
         unsaid.append(f"No configuration, a word that ends in .yaml, is given, so nothing starts. `drover run {USUAL}` "
-                      f"would run the demo {'here' if local else 'as jobs of Slurm'} ({where}). `drover init FOLDER` "
-                      f"writes a configuration for your own text.")
+                      f"runs the demo. `drover init FOLDER` writes a configuration for your own text.")
     if unsaid:
         raise UserError(all_problems(unsaid, "The command is not complete"))
     config, stages = configuration(options), parse_stages(options.stage)
@@ -108,6 +107,8 @@ def _launch(options: argparse.Namespace) -> int:
             echo("nothing to do: all asked stages are done")
         if options.commands:
             _show(config, jobs, local=local)
+        if not local:
+            refuse_queued(run)
         return 0
     for job in jobs:
         if not job.to_run:

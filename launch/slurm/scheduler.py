@@ -160,8 +160,8 @@ class Scheduler:
         return None if answer.unknown_job or "already complet" in answer.error else answer.problem
 
     def node_kinds(self) -> list[NodeKind]:
-        """The kinds of nodes in each partition; [] if Slurm does not answer."""
-        rows = self._rows("sinfo", "--noheader", "--all", "--exact", "--format", "%P|%D|%c|%m|%G|%l")
+        """The kinds of nodes in each partition that this user's groups may use; [] if Slurm does not answer."""
+        rows = self._rows("sinfo", "--noheader", "--exact", "--format", "%P|%D|%c|%m|%G|%l")
         return [NodeKind(name.rstrip("*"), name.endswith("*"), int(nodes), int(cpus), int(memory),
                          sum(int(count or 1) for count in GPUS.findall(gpus)), longest)
                 for name, nodes, cpus, memory, gpus, longest in rows if f"{nodes}{cpus}{memory}".isdecimal()]

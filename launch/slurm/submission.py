@@ -20,7 +20,7 @@ from pathlib import Path
 from drover.launch.credentials import known_form
 from drover.launch.job.host import JobSpec
 from drover.launch.plan import Job, Options
-from drover.launch.slurm.chain import CHAIN, ChainJob, JobChain, in_queue
+from drover.launch.slurm.chain import ChainJob, JobChain, in_queue
 from drover.launch.slurm.nodes import failing, named
 from drover.launch.slurm.options import FOLDER, outer_python, parameters
 from drover.launch.slurm.scheduler import OWN, Scheduler, of_another_job, plain
@@ -76,7 +76,8 @@ def submit_chain(run: Run, jobs: list[Job], options: Options) -> int:
     make_folder(run.folder)
     # From here until everything is recorded, or this process ends, no other process can submit this run.
     held = lock(run.folder, "submission", "The submission")
-    _refuse_queued(run)
+    if not refuse_queued(run):
+        echo("squeue does not answer whether jobs of this run are already queued; if so, the new ones wait for them")
     take_snapshot(Path(options.code), options.code_files)
     if config.launch.check_owners:  # an access control list of the folder may override the umask
         refuse_foreign_files(run.folder)
@@ -89,7 +90,7 @@ def submit_chain(run: Run, jobs: list[Job], options: Options) -> int:
         after = f" after {', '.join(entry.dependencies)}" if entry.dependencies else ""
         elements = f" ({len(entry.elements)} elements)" if entry.elements else ""
         echo(f"{entry.stage:<9} job {entry.id}{elements}{after}")
-    echo(f"\nlogs in {run.folder / FOLDER}; the chain is recorded in {run.folder / CHAIN}\n"
+    echo(f"\nlogs in {run.folder / FOLDER}\n"
          f"`drover status {run.folder} --watch` shows the progress; the same command"
          f"{' without --force' * options.force} submits what is left")
     return 0
@@ -156,17 +157,16 @@ def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
                     tuple(ids[need] for need in job.dependencies))
 
 
-def _refuse_queued(run: Run) -> None:
-    """Refuse to queue a run twice. If Slurm does not answer, singleton and the stage's lock keep a second job
-    from training."""
+def refuse_queued(run: Run) -> bool:
+    """Refuse to queue a run twice. False if Slurm does not answer: singleton and the stage's lock then keep a second
+    job from training."""
     queued, answered = in_queue(run.folder, Scheduler())
-    if not answered:
-        echo("squeue does not answer whether jobs of this run are already queued; if so, the new ones wait for them")
-    elif queued:
+    if answered and queued:
         listing = ", ".join(f"{job.id} ({job.name})" for job in queued)
         raise UserError(f"Jobs of {run.folder} are in the queue already: {listing}. Watch them with `drover "
                         f"status {run.folder}`, remove them with `drover cancel {run.folder}`, or start another run "
                         f"with name=<another>.")
+    return answered
 
 
 # ---- the copy of the code
@@ -204,7 +204,7 @@ def _contents(repository: Path) -> dict[str, bytes]:
         path for part in PARTS for path in [repository / part, *(repository / part).rglob("*")]]
     contents = {(name if name.parts[0] == PACKAGE else PACKAGE / name).as_posix(): (repository / name).read_bytes()
                 for name in sorted({path.relative_to(repository) for path in paths if path.is_file()})
-                if "__pycache__" not in name.parts and name.suffix != ".pyc"}
+                if "__pycache__" not in name.parts}
     commit = (git(repository, "rev-parse", "HEAD") or "").strip()
     changed = bool(commit) and git(repository, "status", "--porcelain", "--", *PARTS) != ""  # also if git fails
     return {**contents, SNAPSHOT: json.dumps({"commit": commit, "changed": changed}).encode()}

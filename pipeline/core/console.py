@@ -359,9 +359,11 @@ class Parser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else list(args)
         options = words[:words.index("--")] if "--" in words else words
         known = self._option_string_actions
+        bare = {f"--{one.dest}": f"give {one.metavar} without --{one.dest}." for one in self._actions
+                if not one.option_strings}
         unknown = [] if self._subparsers else [
-            f"there is no option {name}; "
-            f"{self.instead(options[number:]) or meant(name, known, f'{self.prog} --help shows all.')}"
+            f"there is no option {name}; " + (self.instead(options[number:]) or bare.get(name) or meant(
+                name, known, f"{self.prog} --help shows all."))
             for number, word in enumerate(options) if word.startswith("--") and " " not in word
             and not any(one.startswith(name := word.partition("=")[0]) for one in known)]
         if unknown:
@@ -429,7 +431,7 @@ def find_run(text: str, otherwise: str = "") -> Path:
     for folder in (Path(text), Path(RUNS) / text):
         if is_run(folder):
             return folder if folder.name else folder.resolve()  # for `.`: the folder's name is the run's name
-    known = [folder.name for folder in runs_in(Path(RUNS))]
+    known = [*map(name_of, runs_in(Path(RUNS)))]
     close = meant(text, known)
     raise UserError(f"There is no run {text}{f'; {close}' if close else '.'} The runs in {RUNS} are: "
                     f"{', '.join(known) or 'none'}.{otherwise}")
@@ -449,8 +451,13 @@ def find_model(text: str) -> Path:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The runs in a folder, by name."""
-    return sorted(one for one in folder.glob("*") if is_run(one))
+    """The runs in a folder, and those of sweeps in it, by name."""
+    return sorted(run for one in folder.glob("*") for run in ([one] if is_run(one) else one.glob("*")) if is_run(run))
+
+
+def name_of(run: Path) -> str:
+    """What commands take for the run in a folder."""
+    return str(run).removeprefix(f"{RUNS}/")
 
 
 def is_run(folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,7 @@ from tests.launch.recorded_slurm import NO_CONTROLLER, queue_line
 from tests.launch.run_folders import HandMade
 from tests.refusal import printed, table
 
-GO_ON = "to continue: python launch/submit.py --stage all --config configs/demo.yaml --nodes 4"
+GO_ON = "python launch/submit.py --stage all --config configs/demo.yaml --nodes 4"
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_cancel_begins_at_the_end_of_the_chain(run, slurm, capsys):
     slurm.queue("15_1 RUNNING", "15_3 PENDING", "16 PENDING", "12_0 COMPLETED", "17 PENDING", "12 COMPLETED")
     assert printed(capsys, commands.cancel, run.folder).splitlines() == [
         "cancelled 17 (demo-convert)", "cancelled 16 (demo-train)", "cancelled 15 (demo-encode)",
-        f"finished stages are kept; {GO_ON}"]
+        f"finished stages are kept; to continue: {GO_ON}"]
     assert slurm.calls("scancel") == ["scancel 17", "scancel 16", "scancel 15"]
 
 
@@ -133,7 +134,7 @@ def test_stop_writes_only_where_something_reads_it(run, slurm, capsys, status, l
     assert commands.stop([str(run.folder)]) == 0
     assert (run.folder / STOP).exists() is written
     shown = capsys.readouterr()
-    assert message in shown.out + shown.err and (GO_ON in shown.out) == written
+    assert message in shown.out + shown.err and (f"--watch` has ended: {GO_ON}" in shown.out) == written
 
 
 def test_another_user_cannot_stop(run, slurm, capsys, monkeypatch):
@@ -192,12 +193,15 @@ def test_a_log_commands_no_terminal(run, capsys):
 
 
 @pytest.mark.parametrize("arguments, message", table("""
-    trian -> trian of
-    train --rank 7 -> ; its newest start has ranks 0-3. `drover why
-    encode -> has not started, so there is no log.""", str.split))
+    trian -> trian in
+    train --rank 7 -> : its newest start has ranks 0-3. `drover why
+    encode -> no start of it is recorded, but of train. `drover why
+    --stage train -> there is no option --stage; give STAGE without --stage.""", str.split))
 def test_logs_that_are_not_there(run, capsys, arguments, message):
     two_starts(run)
-    assert message in printed(capsys, commands.logs, run.folder, *arguments, expect=2)
+    with suppress(SystemExit):  # of the parser
+        assert commands.logs([str(run.folder), *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_following_over_a_restart(run, capsys, monkeypatch):
@@ -275,7 +279,7 @@ def test_why_of_a_run_by_its_name(launcher):
     for words in ("trial", "shard"), ("shard", "trial"):
         assert launcher.call(*words, program=commands.why).stdout.endswith("\nshard: done\n")
     assert "There is no stage trian." in launcher.call("trial", "trian", program=commands.why).stderr
-    assert "nosuch is no stage. There is no run nosuch. The runs in runs are: trial" in launcher.call(
+    assert "There is no run nosuch. The runs in runs are: trial. It is no stage either." in launcher.call(
         "nosuch", program=commands.why).stderr
 
 

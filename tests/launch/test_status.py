@@ -175,7 +175,8 @@ def test_a_job_that_scores_checkpoints_has_not_failed_once_they_are_scored(run):
     """Whoever scored them: another job, `drover evaluate`, or training itself."""
     write_text(run.folder / "config.yaml", yaml.dump({**SETTINGS, "evaluate": {"every": 100}}))
     run.submitted(run.job("16", "train"), run.job("17", "watch"))
-    failed, checkpoint = {"16": "COMPLETED", "17": "FAILED"}, run.folder / "train/checkpoints/step-00000100/COMPLETE.json"
+    failed = {"16": "COMPLETED", "17": "FAILED"}
+    checkpoint = run.folder / "train/checkpoints/step-00000100/COMPLETE.json"
     write_text(checkpoint, "{}")
     assert run.states(failed)[-1] == "failed", "training may come to further ones"
     run.done("train", until=10)

@@ -89,6 +89,9 @@ def test_finished_resumable_and_changed_stages(launcher):
     assert rows(launcher.accepted(learned, "--accept-changes"))["convert"].startswith("absent 1 process train")
     scored = f"{learned} --cluster slurm evaluate.every=10 train.checkpoint.every_steps=10"
     assert "watch" in planned(launcher.accepted(scored, "--accept-changes"))
+    unscored = scored.replace("train.lr=0.5", "")
+    assert "dependency" not in planned(launcher.accepted(unscored))["watch"], "training is done, not this"
+    assert "watch" not in planned(launcher.accepted(unscored.replace("every=10", "every=20")))
     for settings in (learned, "--stage train --dry-run model.layers=3 --accept-changes"):
         shown = launcher.submit(settings)
         assert shown.returncode == 2, "no way leads there"
@@ -134,10 +137,13 @@ def test_two_configurations_are_refused(words, message, capsys):
     config/demo.yaml -> did you mean 'configs/demo.yaml'?
     much/further/away.yml -> Give an existing file; `drover init DATA` writes one.
     config.yaml x -> 'x' is not an override | --config FILE takes any name
+    rates.yaml -> rates.yaml is the file of a sweep | `drover sweep rates.yaml`
+    configs/experiments/ladder.yaml -> ladder.yaml is the file of a ladder | `drover ladder /
     config -> No configuration, a word that ends in .yaml, is given, so nothing starts.
     demo -> No configuration, a word that ends in .yaml, is given, so nothing starts."""))
 def test_a_configuration_that_is_not_there(launcher, words, message):
     write_text(launcher.work / "configs/demo.yaml", "")
+    write_text(launcher.work / "rates.yaml", "base: configs/demo.yaml\nvary: {train.lr: [1, 2]}\nseeds: [0]\n")
     complaint = launcher.call(*words.split(), program=submit.run).stderr
     assert all(part in complaint for part in message.split(" | ")), complaint
 
@@ -155,7 +161,7 @@ def test_the_file_is_the_word_that_ends_in_yaml(launcher, words):
     --lr 3e-4 --batch-size=32 -> there is no option --lr; settings have no dashes; did you mean 'train.lr=3e-4'? | \
 there is no option --batch-size; settings have no dashes; did you mean 'train.batch_tokens=VALUE' (counted in tokens
     --training.seq_len 512 --training.steps=10 -> there is no option --training.seq_len; settings have no dashes; \
-did you mean 'train.sequence_length=512', 'model.context_length=512'? | 'train.steps=VALUE' (optimizer steps
+did you mean 'train.sequence_length=512', 'model.context_length=512'? | did you mean 'train.steps=10'?
     --vocab-size --compile c.yaml -> 'tokenizer.vocab_size=VALUE', 'model.vocab_size=VALUE'? | 'train.compile=VALUE'?
     --mem 4GB -> did you mean 'launch.mem=4GB', 'launch.shard.mem=4GB', 'launch.tokenizer.mem=4GB' and 5 more?
     --clutser slurm -> there is no option --clutser; did you mean '--cluster'?""", shlex.split))
@@ -175,7 +181,7 @@ def test_no_configuration(launcher):
     for program, words in (submit.run, ""), (submit.main, "  - No stage is given"):
         bare = launcher.call(program=program)
         assert bare.returncode == 2 and not launcher.run.exists() and words in bare.stderr
-        assert "`drover run configs/demo.yaml` would run the demo here (no sbatch on PATH)" in bare.stderr
+        assert "`drover run configs/demo.yaml` runs the demo" in bare.stderr
     (launcher.work / "configs/demo.yaml").unlink()
     for words, why in ([], ", since no file is given"), (["configs/demo.yaml"], "\n"):
         assert launcher.call(*arguments, *words).stdout.startswith(f"config    {REPOSITORY}/configs/demo.yaml{why}")

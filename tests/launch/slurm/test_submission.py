@@ -14,6 +14,7 @@ import pytest
 from drover.launch.run_status import continue_command, read_run
 from drover.launch.slurm.chain import mark
 from drover.launch.slurm.nodes import record_failure
+from drover.launch.submit import show_plan
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import read_json, write_text
@@ -151,6 +152,8 @@ def test_a_run_is_queued_once(slurm):
                                             comment=f"drover:{mark(slurm.run)}:train"))
     again = slurm.refused("--stage all")
     assert "in the queue already: 104 (trial-train)" in again, "of an earlier submission"
+    shown = slurm.call("config.yaml", program=show_plan)
+    assert shown.returncode == 2 and shown.stderr == again and "absent" in shown.stdout, "the plan comes first"
     slurm.programs.say("squeue", queue_line("999", "RUNNING", name="trial-train"))
     slurm.accepted("--stage all")
 
@@ -194,7 +197,7 @@ def test_all_that_cannot_work_is_told_at_once(slurm):
     message = slurm.refused("""--stage all --nodes 4 launch.train.time=2 launch.secrets=[NO_SUCH_TOKEN]
         launch.environment.HF_TOKEN=hf_abc""")
     assert not list(slurm.queue.iterdir()) and not (slurm.run / "code").exists()
-    for part in ("launch.train.time=2 min is not longer than launch.signal_s=120 s",
+    for part in ("launch.time of train is not longer than launch.signal_s=120 s",
                  "your shell has no such variable",
                  "contains what looks like a secret (HF_TOKEN)"):
         assert part in message, part
