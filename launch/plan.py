@@ -16,7 +16,7 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.manifest import State
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import IMPORTED_FROM, STAGES, WATCH, before
-from drover.pipeline.evaluation.checkpoint_scores import unscored
+from drover.pipeline.records.checkpoint_scores import unscored
 
 MOST_ELEMENTS = 64
 """The most elements of a stage's array by default."""

@@ -28,7 +28,7 @@ from drover.pipeline.contract.state import PROGRESS, STOP, Progress, read_state
 from drover.pipeline.core.console import counted, duration
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_bytes, read_sealed
-from drover.pipeline.evaluation.checkpoint_scores import all_scored
+from drover.pipeline.records.checkpoint_scores import all_scored
 from drover.pipeline.records.checkpoints import SCORES
 from drover.pipeline.records.metrics import RunFacts, Start
 

@@ -43,7 +43,6 @@ from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.core.files import write_sealed
 from drover.pipeline.evaluate import Cached, load, measure_tasks, measure_text
 from drover.pipeline.evaluation.aggregates import aggregated
-from drover.pipeline.evaluation.checkpoint_scores import CheckpointScores, digest_of, scores_path, unscored
 from drover.pipeline.evaluation.results import (
     doubts,
     figures,
@@ -54,6 +53,7 @@ from drover.pipeline.evaluation.results import (
 )
 from drover.pipeline.evaluation.selection import selected
 from drover.pipeline.evaluation.tasks import go_offline
+from drover.pipeline.records.checkpoint_scores import CheckpointScores, digest_of, scores_path, unscored
 from drover.pipeline.records.checkpoints import SCORES, read_marker, step_of
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ CHECKPOINTS = "checkpoints"
 COPYING = "copying.json"
 """There, too, if checkpoints are copied to a store: which training the copies are of."""
 SCORES = "scores"
-"""There, too: what was measured of checkpoints (pipeline/evaluation/checkpoint_scores.py)."""
+"""There, too: what was measured of checkpoints (pipeline/records/checkpoint_scores.py)."""
 MARKER = "COMPLETE.json"
 FORMAT = 2
 """Version of the marker and of the checkpoint's files."""

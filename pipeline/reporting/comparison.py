@@ -15,7 +15,7 @@ from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.core.console import counted, first
 from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.core.files import Record, read_record
-from drover.pipeline.evaluation.checkpoint_scores import read_scores
+from drover.pipeline.records.checkpoint_scores import read_scores
 from drover.pipeline.records.metrics import RunFacts
 from drover.pipeline.reporting.chapters.results import score_charts
 from drover.pipeline.reporting.chapters.training import curve

@@ -16,7 +16,7 @@ from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import Record, read_record
-from drover.pipeline.evaluation.checkpoint_scores import CheckpointScores, read_scores
+from drover.pipeline.records.checkpoint_scores import CheckpointScores, read_scores
 from drover.pipeline.records.goodput import Goodput, goodput
 from drover.pipeline.records.metrics import Event, Line, LoggedSample, RunFacts
 from drover.pipeline.reporting.document import value

@@ -33,8 +33,8 @@ from drover.pipeline.contract.workers import StopRequest, cause_of
 from drover.pipeline.core.background import end_with_parent
 from drover.pipeline.core.console import duration
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.evaluation.checkpoint_scores import SCORED, CheckpointScores, is_scored, read_scores
 from drover.pipeline.evaluation.results import figures
+from drover.pipeline.records.checkpoint_scores import SCORED, CheckpointScores, is_scored, read_scores
 from drover.pipeline.records.checkpoints import SCORES, checkpoint_name
 from drover.pipeline.records.metrics import TrainingRecords
 

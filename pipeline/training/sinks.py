@@ -52,7 +52,7 @@ from drover.pipeline.core.background import BackgroundWorker
 from drover.pipeline.core.console import Say
 from drover.pipeline.core.errors import without_secrets
 from drover.pipeline.core.files import Record, flush, read_record, write_json
-from drover.pipeline.evaluation.checkpoint_scores import SCORED
+from drover.pipeline.records.checkpoint_scores import SCORED
 
 CLOCKS = ("step", "time", "train_s", "look_s")
 """Fields of a step's record that are not drawn: they only count."""

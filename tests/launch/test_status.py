@@ -18,7 +18,7 @@ from drover.launch.status import main, show
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.console import draw
 from drover.pipeline.core.files import sha256_file, write_sealed, write_text
-from drover.pipeline.evaluation.checkpoint_scores import CheckpointScores
+from drover.pipeline.records.checkpoint_scores import CheckpointScores
 from tests.launch.run_folders import NOW, SETTINGS, HandMade
 from tests.refusal import table
 

@@ -9,7 +9,7 @@ from drover.pipeline.config.tree import Config, changed
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_json
-from drover.pipeline.evaluation.checkpoint_scores import CheckpointScores, scores_path
+from drover.pipeline.records.checkpoint_scores import CheckpointScores, scores_path
 from drover.pipeline.reporting.comparison import compare_runs
 from drover.pipeline.reporting.document import Lines, Series, Table
 from drover.pipeline.reporting.experiment import SweepVariant

@@ -9,7 +9,7 @@ import pytest
 
 from drover.pipeline.core.files import read_json
 from drover.pipeline.data.sampling.consumption import as_if
-from drover.pipeline.evaluation.checkpoint_scores import CheckpointScores
+from drover.pipeline.records.checkpoint_scores import CheckpointScores
 from drover.pipeline.records.goodput import goodput
 from drover.pipeline.records.metrics import OTHER_ORDER, RunFacts
 from drover.pipeline.reporting.chapters.summary import notices

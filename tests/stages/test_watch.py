@@ -20,7 +20,7 @@ from drover.pipeline.contract.stages import WATCH as WATCH_JOB
 from drover.pipeline.contract.state import StageJob, log_attempt, read_attempts, read_state
 from drover.pipeline.core.console import INTERRUPTED
 from drover.pipeline.core.files import read_json, read_lines
-from drover.pipeline.evaluation.checkpoint_scores import read_scores
+from drover.pipeline.records.checkpoint_scores import read_scores
 from drover.pipeline.records.checkpoints import SCORES
 from drover.pipeline.records.goodput import VALIDATION, goodput
 from drover.pipeline.records.metrics import RunFacts, read_metrics

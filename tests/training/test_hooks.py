@@ -10,7 +10,7 @@ import pytest
 
 from drover.pipeline.contract.state import STOP
 from drover.pipeline.core.files import write_json
-from drover.pipeline.evaluation.checkpoint_scores import CheckpointScores, digest_of, scores_path
+from drover.pipeline.records.checkpoint_scores import CheckpointScores, digest_of, scores_path
 from drover.pipeline.training import hooks
 from drover.pipeline.training.hooks import ALL_EVERY, EVERY, Garbage, Scores, Stop, StopAgreement
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from statistics import fmean
 
 from drover.pipeline.config.phases import PhasePlan
-from drover.pipeline.evaluation.checkpoint_scores import SCORED
+from drover.pipeline.records.checkpoint_scores import SCORED
 from drover.pipeline.records.goodput import CAUSES
 from drover.pipeline.reporting.document import (
     ALL,
