@@ -1,4 +1,4 @@
-"""How blocks run: what is to run compiled runs compiled, every call in training and in validation; selective
+"""How blocks run: compiled ones train as others do; selective
 checkpointing knows products by their names, compiled or not; what `train.attention` and `train.flash` mean to a run."""
 
 from __future__ import annotations
@@ -31,12 +31,8 @@ from drover.pipeline.parallel.blocks import (
     compiled_share,
     uncompiled,
 )
-from tests.conftest import needs_compiler, slow
+from tests.conftest import needs_compiler
 from tests.model.test_backends import WAYS, names
-from tests.model.varlen_on_cpu import NAME
-from tests.parallel.groups import run_case
-from tests.parallel.matrix import CHECKPOINTING
-from tests.parallel.train_steps import compiled_calls
 from tests.refusal import refused, table
 from tests.stages.training import curve, difference, lines, run_train
 
@@ -109,36 +105,6 @@ def test_compiled_blocks_keep_by_name_too(kept, monkeypatch):
     loss(model).backward()
     assert products == [2 * len(PRODUCTS) + len({*PRODUCTS} - {*kept, "w2"})]
     assert "context_fn" not in str(warned)
-
-
-LAYERS = 6
-"""More than the graphs that `compiled_calls` allows: were one not shared, the run would stop."""
-OPTIONS = {
-    "full checkpointing": (1, {"train": CHECKPOINTING["full"]}),
-    "every second, across documents, tied": (1, {
-        "tied": True, "train": {"across_documents": True, **CHECKPOINTING["every second"]}}),
-    "fp8": (1, {"precision": "fp8", "train": CHECKPOINTING["selective"]}),
-    "FSDP2, bf16, accumulation": (2, {"precision": "bf16", "accumulation": 2, "train": CHECKPOINTING["selective"]}),
-    "ZeRO 1": (2, {"precision": "fp32", "parallel": {"engine": "deepspeed", "zero_stage": 1},
-                   "train": CHECKPOINTING["selective"]}),
-    "interleaved pipeline and tensor parallel, weights kept": (4, {
-        "parallel": {"pp": 2, "pp_schedule": "interleaved", "tp": 2, "reshard": "never"}, "accumulation": 2,
-        "train": {"attention": NAME, **CHECKPOINTING["every second"]}}),
-    "tensor and context parallel": (4, {
-        "parallel": {"tp": 2, "cp": 2}, "train": {"attention": NAME, **CHECKPOINTING["selective"]}})}
-FAST = "FSDP2, bf16, accumulation"
-
-
-@pytest.mark.parametrize("case", [FAST, *slow(*(name for name in OPTIONS if name != FAST))])
-def test_every_call_of_a_block_runs_compiled(case):
-    """Also with more layers than torch allows graphs."""
-    ranks, settings = OPTIONS[case]
-    result = run_case(ranks, compiled_calls, "compiled", steps=3, backend="aot_eager", shape={"layers": LAYERS},
-                      **settings)
-    pipelined = settings.get("parallel", {}).get("pp", 1)
-    for calls, eager in result["calls"]:
-        assert calls >= LAYERS * ranks // pipelined * (settings.get("accumulation", 1) + 1) and eager == 0
-    assert len(result["calls"]) == 3
 
 
 @pytest.mark.slow

@@ -18,9 +18,7 @@ from drover.pipeline.config.training import ParallelConfig, TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.batch import pack
-from drover.pipeline.parallel import blocks as compiled_blocks
 from drover.pipeline.parallel import reducing_stage
-from drover.pipeline.parallel.blocks import CALLS
 from drover.pipeline.parallel.context_parallel import part_of
 from drover.pipeline.parallel.fsdp import drawn
 from drover.pipeline.parallel.grid import Grid
@@ -142,29 +140,6 @@ def passes(ranks, **settings):
         result.append({"losses": losses.numpy(), "logits": logits.numpy(), "last": last[:, -1:].numpy()})
 
     return {"results": train_steps(ranks, **settings, after=after)["results"], "passes": result}
-
-
-def compiled_calls(ranks, **settings):
-    """Of the calls of compiled blocks, by all ranks: [all, those that Python ran] of each step with the pass without
-    gradients that follows it, as validation has it. Blocks are allowed so few graphs that those of a kind must
-    share."""
-    result, cp = [], settings.get("parallel", {}).get("cp", 1)
-
-    def after(engine, *_):
-        batch = pack(windows(0)[:2])
-        if cp > 1:
-            batch = part_of(batch, cp, engine.grid.context_rank, False)
-        with torch.no_grad():
-            engine.model(**engine.inputs(batch), reduction="none")
-        engine.free_unsharded()
-        result.append([sum(counts) for counts in zip(*ranks.collect([CALLS.all, CALLS.eager]), strict=True)])
-        CALLS.all = CALLS.eager = 0
-
-    few = 2 if settings.get("train", {}).get("recomputed_blocks", 1) == 1 else 8  # the others have graphs of their own
-    CALLS.all = CALLS.eager = 0
-    with mock.patch.object(compiled_blocks, "GRAPHS", few):
-        train_steps(ranks, **settings, after=after)
-    return {"calls": result}
 
 
 def traffic(ranks, **settings):

@@ -15,7 +15,6 @@ from drover.pipeline.training.device import (
     make_deterministic,
     memory_explained,
     peak_flops,
-    want_of_memory,
 )
 
 CPU = torch.device("cpu")
@@ -76,20 +75,6 @@ GPU = torch.device("cuda", 0)
 def test_peaks_are_of_the_card_that_is_named_and_never_guessed(monkeypatch, name, teraflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops(GPU) == (None if teraflops is None else pytest.approx(teraflops * 1e12))
-
-
-def test_a_gpu_without_memory_is_explained_with_its_numbers(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000_000_000, 80_000_000_000))
-    engine = Mock(**{"held.return_value": [
-        ("layers.0.feed_forward.w1.weight", "model", Mock(nbytes=10**9, device=GPU)),
-        ("layers.1.feed_forward.w2.weight", "exp_avg", Mock(nbytes=2 * 10**9, device=GPU)),
-        ("output.weight", "model", Mock(nbytes=9 * 10**9, device=torch.device("cpu")))]})
-    ranks = SimpleNamespace(rank=3, world=16, device=GPU)
-    printed = want_of_memory(torch.OutOfMemoryError("CUDA out of memory."), engine, ranks, 7, "c.yaml")
-    assert "holds 1 GB of weights, 2 GB of optimizer's states; the" in printed
-    assert "by module: layers.*.feed_forward 3 GB. For" in printed
-    assert "drover rehearse c.yaml --ranks 16 --memory 80" in printed
-    assert "output" not in printed, "it is not on the GPU"
 
 
 def test_want_of_memory_while_a_model_is_placed_ends_the_job():

@@ -11,7 +11,6 @@ import pytest
 from drover.pipeline.contract.state import STOP
 from drover.pipeline.core.files import write_json
 from drover.pipeline.records.checkpoint_scores import CheckpointScores, digest_of, scores_path
-from drover.pipeline.training import hooks
 from drover.pipeline.training.hooks import ALL_EVERY, EVERY, Garbage, Scores, Stop, StopAgreement
 
 
@@ -31,11 +30,6 @@ def test_garbage_goes_after_the_same_steps_on_all_ranks(monkeypatch):
 
 def rank_of(rank=0, world=1):
     return SimpleNamespace(rank=rank, world=world, is_rank_zero=rank == 0)
-
-
-def agreed_by(request):
-    request.on_votes(None, request.votes())
-    return request.stop
 
 
 def ask(folder, signals, world=4, minutes=None, began=0.0):
@@ -72,18 +66,6 @@ def test_the_file_and_the_clock(tmp_path):
     (tmp_path / STOP).write_bytes(b"enough \xff")
     assert ask(tmp_path, {2: [SIGUSR2]}, minutes=0.5, began=-60).again is False
     assert ask(tmp_path, {}).reason.startswith("enough")
-
-
-def test_the_file_is_looked_for_now_and_then_only_and_who_was_asked_once_stays_asked(tmp_path, monkeypatch):
-    monkeypatch.setattr(hooks.time, "monotonic", Mock(side_effect=[100.0, 101.5, 102.5, 105.0]))
-    request = StopAgreement(rank_of(), tmp_path, None, 0.0)
-    assert not agreed_by(request)
-    (tmp_path / STOP).parent.mkdir()
-    (tmp_path / STOP).touch()
-    assert not agreed_by(request)
-    assert agreed_by(request)
-    (tmp_path / STOP).unlink()
-    assert agreed_by(request)
 
 
 def test_a_checkpoint_waits_for_scores_of_its_content_and_a_damaged_record_is_a_warning(tmp_path):
