@@ -28,7 +28,7 @@ def test_every_command_runs_and_added_variants_leave_finished_runs_alone(home):
     sweep, status, copy, again = commands(PAGE)
     first = typed(sweep, home)
     assert first.returncode == 0, first.stdout + first.stderr
-    assert all(part in first.stdout for part in ("noise  ", "lr-0.005: ", "page      runs/rates/sweep.html"))
+    assert all(part in first.stdout for part in ("Noise floor: 0.", "lr-0.005: ", "page      runs/rates/sweep.html"))
     made = {path: path.stat().st_mtime_ns for path in home.glob("runs/rates/*/*/manifest.json")}
     assert len(made) == 4 * 4, "train, convert, evaluate, report"
     result = json.loads(typed(status, home).stdout)

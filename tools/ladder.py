@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,7 +37,7 @@ from drover.tools.init import START_S, step_flops, training_rate
 from drover.tools.sweep import Sweep, SweepFile, profile_of, train
 
 if TYPE_CHECKING:
-    from drover.pipeline.reporting.ladder import Ladder, TrainedRung
+    from drover.pipeline.reporting.ladder import TrainedRung
 
 LEAST_STEPS = 20
 """A training of fewer says little about one of many."""
@@ -144,9 +144,6 @@ def rungs_of(file: LadderFile, base: Config, path: Path) -> list[Rung]:
     shapes = dict[int, ModelConfig]()
     for size in sorted(file.parameters):
         shape = _shaped(base, size, vocabulary)
-        if shape.parameter_count in shapes:
-            problems.append(f"parameters: {tokens_text(size)} takes the shape with "
-                            f"{tokens_text(shape.parameter_count)} parameters, as another size does. Leave one out.")
         shapes[shape.parameter_count] = shape
     batch = base.train.batch_tokens
     rungs = [Rung(shape, round(tokens / batch), lr, base) for shape in shapes.values()
@@ -188,6 +185,7 @@ def add_options(parser: Parser) -> None:
 def work(options: argparse.Namespace) -> int:
     """Plan, train the grid, fit, train the larger one, write the page."""
     file, base = read_ladder(options.file, options.cluster)
+    from drover.pipeline.reporting.document import console_lines
     from drover.pipeline.reporting.ladder import Ladder
     from drover.pipeline.reporting.render import html
 
@@ -207,12 +205,12 @@ def work(options: argparse.Namespace) -> int:
     if (status := train(larger, options.cluster)) or not all_ended(larger):
         return status
     ladder = replace(ladder, outcome=trained(larger, [target])[0])
-    page = grid.folder / PAGE
-    write_text(page, html(ladder.page(f"Ladder {options.file.stem}")))
+    document, page = ladder.page(f"Ladder {options.file.stem}"), grid.folder / PAGE
+    write_text(page, html(document))
     if options.json:
         print(json.dumps(ladder.as_json(), ensure_ascii=False, allow_nan=False))
     else:
-        draw(*page_of(ladder), f"page      {page}")
+        draw(*console_lines(document), f"page      {page}")
     return 0
 
 
@@ -266,21 +264,6 @@ def print_plan(rungs: Sequence[Rung], target: Rung, seeds: int) -> None:
          f"{counted(seeds * len(every), 'run')}, the larger training included: "
          f"{seeds * sum(rung.flops for rung in every):.2e} FLOP, about {duration(seconds(every))} here at "
          f"{rate / 1e9:,.0f} GFLOP/s, estimated from small matrix products, if nothing else runs")
-
-
-def page_of(ladder: Ladder) -> Iterator[Any]:
-    """The figures for a terminal."""
-    rows = [["parameters", "tokens", "learning rate", "bits per byte", "by the law", "difference"]]
-    rows += [[tokens_text(row["parameters"]), tokens_text(row["tokens"]), f"{row['lr']:g}", f"{row['loss']:.4f}",
-              f"{row['by_law']:.4f}", f"{row['error']:+.2%}"] for row in ladder.best_rows]
-    yield table(rows, rows[0])
-    yield ""
-    yield from (f"{name:<9} {one.value:.4g}, {one.low:.4g} to {one.high:.4g}" for name, one in
-                ladder.law.constants().items())
-    if ladder.rate_law:
-        yield f"lr        {ladder.rate_law.coefficient:.3g} N^{ladder.rate_law.exponent:.3f}"
-    yield from (f"! {note}" for note in ladder.notes())
-    yield ladder.sentence
 
 
 main = Program("drover ladder", __doc__, add_options, work, interrupted="stopped; the same command continues")

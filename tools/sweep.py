@@ -394,21 +394,22 @@ def refuse_changed(sweep: Sweep, runs: Sequence[SweepRun]) -> None:
 
 def show(sweep: Sweep, *, json_only: bool) -> int:
     """Write the page, and print the comparison."""
+    from drover.pipeline.reporting.document import console_lines
     from drover.pipeline.reporting.render import html
 
     waiting = [name for name, run in sweep.data.items() if not run.is_done]
     trials = [trial for trial in sweep.trials() if trial.variant not in waiting]
     runs = sweep.runs([*waiting, *(trial.variant for trial in trials if not trial.is_done)])
     experiment = experiment_of(sweep, runs)
-    page = sweep.folder / PAGE
+    document, page = experiment.document(), sweep.folder / PAGE
     if experiment.baseline.runs:
-        write_text(page, html(experiment.document()))
+        write_text(page, html(document))
     if json_only:
         print(json.dumps(experiment.record(), ensure_ascii=False, allow_nan=False))
     else:
         for problem in refusals(partial(refuse_changed, sweep, [*trials, *runs])):
             echo(problem)
-        draw(*experiment.lines(), *([f"page      {page}"] if experiment.baseline.runs else []))
+        draw(*console_lines(document, 1), *([f"page      {page}"] if experiment.baseline.runs else []))
     return 0
 
 

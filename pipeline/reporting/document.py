@@ -5,14 +5,17 @@ Blocks without content are false, and are omitted. A paragraph is a plain string
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from string import Formatter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.core.console import counted, duration, readable
+from drover.pipeline.core.console import counted, duration, readable, table
 from drover.pipeline.core.files import Record
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 def compact(value: float) -> str:
@@ -168,6 +171,20 @@ class ReportDocument:
     notices: Sequence[Notice]
     tiles: Sequence[Tile]
     chapters: Sequence[Chapter]
+
+
+def console_lines(document: ReportDocument, most: int | None = None) -> Iterator[RenderableType]:
+    """A document without charts, for a terminal: its figures, tables and paragraphs, what weakens them, the result.
+    most: chapters of it."""
+    yield document.subtitle
+    yield from (f"{tile.label}: {tile.value} {tile.note}" for tile in document.tiles)
+    for block in (block for chapter in document.chapters[:most] for block in chapter.blocks):
+        if isinstance(block, Table) and block:
+            yield from ("", block.title, table([[*block.columns], *(cells for _, cells in block.rows)], [
+                heading for heading, is_number in zip(block.columns, block.numbers, strict=True) if is_number]))
+        elif isinstance(block, str):
+            yield block
+    yield from ("", *(f"{notice.kind}: {notice.text}" for notice in document.notices), document.result)
 
 
 class _Filled(Formatter):

@@ -9,12 +9,12 @@ from itertools import chain, starmap
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from drover.pipeline.contract.run import run_in
-from drover.pipeline.core.console import counted, table
+from drover.pipeline.core.console import counted
 from drover.pipeline.evaluation.results import rounded
 from drover.pipeline.evaluation.significance import (
     LEVEL,
@@ -36,16 +36,14 @@ from drover.pipeline.reporting.document import (
     Series,
     Table,
     Tile,
+    written,
 )
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 FEW_DOCUMENTS = 30
 METHOD = (
     "A difference is taken seed by seed and document by document: both models have the same seed, and read the same "
     "validation text. Below 0 the variant is better. ± is half of the interval that holds the true difference. It has "
-    "two parts: the standard error over seeds, by Student's t distribution, and that over documents.",
+    "two parts: the standard error over seeds, by Student's t distribution, and that over documents. "
     f"Together, chance calls any variant better or worse in at most {LEVEL:.0%} of sweeps in which none is. Holm's "
     f"method corrects for the number of variants: an interval excludes 0 exactly if its variant is called better or "
     f"worse. What {MORE_SEEDS} more seeds of each variant would show is seen in {POWER:.0%} of sweeps.")
@@ -157,32 +155,12 @@ class Experiment:
                          for one in self.every for seed, folder in one.runs.items()],
                 "notes": [notice.text for notice in self.notices()]}
 
-    def lines(self) -> list[RenderableType]:
-        """The result for a terminal."""
-        heading = ("variant", "seeds", "bits per byte", "difference", "±")
-        forms = {"variant": "s", "seeds": "s", "bits_per_byte": ".4f", "difference": "+.4f", "uncertainty": ".4f"}
-        cells = [["" if row[key] is None else format(row[key], form) for key, form in forms.items()]
-                 for row in self.rows()]
-        return [f"sweep     {self.folder}: {self.progress}", f"noise     {self.noise_text}", "",
-                table([heading, *cells], heading[1:]), "",
-                *(f"{one.name}: {self.sentence(one)}" for one in self.variants), "",
-                f"level     {LEVEL:.0%} for all comparisons together (Holm); baseline {self.baseline.name}",
-                *(f"note      {notice.text}" for notice in self.notices())]
-
     @property
     def progress(self) -> str:
         """How many of its runs are done."""
         done = sum(len(one.runs) for one in self.every)
         diverged = sum(len(one.diverged) for one in self.every)
         return f"{done} of {counted(sum(one.seeds for one in self.every), 'run')} done, {diverged} diverged"
-
-    @property
-    def noise_text(self) -> str:
-        """The noise floor in words."""
-        if self.noise is None:
-            return f"not known: {self.baseline.name} needs two seeds"
-        return (f"{self.noise:.4f} bits per byte, the standard deviation of {self.baseline.name} over "
-                f"{counted(len(self.baseline.bits), 'seed')}")
 
     def notices(self) -> Iterator[Notice]:
         """What makes the comparison weak."""
@@ -201,17 +179,18 @@ class Experiment:
 
     def document(self) -> ReportDocument:
         """The page."""
-        tiles = [Tile("Noise floor", "–" if self.noise is None else f"{self.noise:.4f}", "bits per byte over seeds"),
-                 Tile("Baseline", f"{fmean(self.baseline.bits):.4f}", f"bits per byte, {self.baseline.name}"),
+        baseline = fmean(self.baseline.bits) if self.baseline.bits else None
+        tiles = [Tile("Noise floor", written(self.noise, ".4f"), "bits per byte, standard deviation over seeds"),
+                 Tile("Baseline", written(baseline, ".4f"), f"bits per byte, {self.baseline.name}"),
                  Tile("Seeds", f"{self.baseline.seeds}", "of each variant"),
                  Tile("Level", f"{LEVEL:.0%}", "for all comparisons together")]
         differences = Table("Differences from the baseline", {
             "variant": "{variant}", "seeds": "{seeds}", "bits per byte": "{bits_per_byte:.4f}",
-            "std. dev. over seeds": "{spread:.4f}", "difference": "{difference:+.4f}",
-            "from": "{low:+.4f}", "to": "{high:+.4f}", "decision": "{decision}"}, [*self.rows()])
+            "difference": "{difference:+.4f}", "±": "{uncertainty:.4f}"}, [*self.rows()], METHOD)
         settings = Table("Settings of the variants", {"variant": "{name}", "settings": "{settings}"}, [
             {"name": one.name, "settings": ", ".join(one.overrides)} for one in self.every])
-        chapters = {"Differences": [differences, *METHOD], "Curves": [*self._curves()], "Runs": [
+        chapters = {"Differences": [differences, *(
+            f"{one.name}: {self.sentence(one)}." for one in self.variants)], "Curves": [*self._curves()], "Runs": [
             self._runs(), *(f"{one.name} with seed {seed} diverged. {reason.partition(';')[0]}."
                             for one in self.every for seed, reason in one.diverged.items())], "Settings": [settings]}
         return ReportDocument(self.name, f"Sweep {self.folder}: {self.progress}", self.result, [*self.notices()], tiles,

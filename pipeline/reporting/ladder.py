@@ -193,8 +193,7 @@ class Ladder:
                       Tile("Error", f"{self.error:+.2%}", "of the prediction")]
         chapters: dict[str, list[Block | None]] = {
             "Prediction": [self._prediction_chart(), self._constants()],
-            "Loss": [self._loss_chart("tokens"), self._loss_chart("parameters"), self._losses()],
-            "Learning rate": [self._rates_chart(), self._rate_law_chart(), self._rates()]}
+            "Loss": [self._loss_chart(), self._losses()], "Learning rate": [self._rates_chart(), self._rates()]}
         filled = {name: [block for block in blocks if block] for name, blocks in chapters.items()}
         return ReportDocument(
             title, "L(N, D) = E + A / N^a + B / D^b, fitted to the best rate of each size N and number of tokens D",
@@ -212,19 +211,17 @@ class Ladder:
         return Lines(f"Loss after {tokens_text(tokens)} tokens", UNIT, series,
                      f"The band is the {LEVEL:.0%} interval.", over="parameters", log_x=True)
 
-    def _loss_chart(self, over: str) -> Lines:
-        """What was measured over tokens or parameters, a line for each of the other, and the law in grey."""
-        other = "parameters" if over == "tokens" else "tokens"
+    def _loss_chart(self) -> Lines:
+        """What was measured over tokens, a line for each size, and the law in grey."""
         lines = list[Series]()
         laws = list[Series]()
-        for number, group in enumerate(sorted({getattr(rung, other) for rung in self.best})):
-            rungs = sorted((rung for rung in self.best if getattr(rung, other) == group), key=attrgetter(over))
-            lines.append(Series(f"{tokens_text(group)} {other}", [getattr(rung, over) for rung in rungs],
-                                [rung.loss for rung in rungs]))
-            xs = _between([getattr(rung, over) for rung in rungs])
-            laws.append(Series("law" if number == 0 else "", xs, [
-                self.law.loss(*((group, x) if over == "tokens" else (x, group))) for x in xs], faint=True))
-        return Lines(f"Loss over {over}", UNIT, [*lines, *laws], over=over, log_x=True)
+        for size in sorted({rung.parameters for rung in self.best}):
+            rungs = [rung for rung in self.best if rung.parameters == size]
+            tokens = [rung.tokens for rung in rungs]
+            lines.append(Series(f"{tokens_text(size)} parameters", tokens, [rung.loss for rung in rungs]))
+            xs = _between(tokens)
+            laws.append(Series("" if laws else "law", xs, [self.law.loss(size, x) for x in xs], faint=True))
+        return Lines("Loss over tokens", UNIT, [*lines, *laws], over="tokens", log_x=True)
 
     def _rates_chart(self) -> Lines | None:
         """The losses over learning rates of each size, at its most tokens."""
@@ -233,16 +230,6 @@ class Ladder:
         return Lines("Loss over learning rate, at most tokens", UNIT, [
             Series(f"{tokens_text(size)} parameters", [rung.lr for rung in rungs], [rung.loss for rung in rungs])
             for size, rungs in self.at_most_tokens.items()], over="learning rate", log_x=True)
-
-    def _rate_law_chart(self) -> Lines | None:
-        """The best rates over sizes, and their law up to the target."""
-        if not self.rates:
-            return None
-        series = [Series("best rate", [one.parameters for one in self.rates], [one.rate for one in self.rates])]
-        if self.rate_law:
-            sizes = _between([*(one.parameters for one in self.rates), self.target[0]])
-            series.append(Series("power law", sizes, [*map(self.rate_law.rate, sizes)], faint=True))
-        return Lines("Best learning rate", "", series, over="parameters", log_x=True, from_zero=True)
 
     def _constants(self) -> Table:
         """The constants of the law."""

@@ -1,52 +1,21 @@
 """The batch that is shown is the one that is planned, for every way to spread it over ranks. That its samples are
 trained on once, tests/stages/test_elastic.py shows."""
 
-from itertools import product
-from types import SimpleNamespace
 
 import pytest
-import torch
 import yaml
 
-from drover.launch.describe import training_facts
 from drover.model.config import ModelConfig
 from drover.pipeline.config.checks import rank_problems
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.config.phases import BatchPlan, PhasePlan, in_phases
+from drover.pipeline.config.phases import BatchPlan, in_phases
 from drover.pipeline.config.training import ParallelConfig, TrainConfig
 from drover.pipeline.config.tree import Config
-from drover.pipeline.parallel.grid import Grid
-from drover.pipeline.parallel.ranks import Ranks
-from drover.pipeline.training.recorder import summary_lines
 from tests.conftest import REPOSITORY
 from tests.refusal import table
 
 MODEL = ModelConfig(dim=64, layers=2, heads=8, kv_heads=8, vocab_size=512, context_length=64)
 LENGTH, SEQUENCES = 32, 48
-
-
-def config(tp, dp_replicate, micro_batch):
-    return Config(model=MODEL, parallel=ParallelConfig(tp=tp, dp_replicate=dp_replicate),
-                  train=TrainConfig(steps=10, sequence_length=LENGTH, batch_tokens=SEQUENCES * LENGTH,
-                                    micro_batch=micro_batch))
-
-
-@pytest.mark.parametrize(("ranks", "tp", "dp_replicate", "micro_batch"),
-                         product((1, 3, 8), (1, 2, 4), (1, 2), (1, 5)))
-def test_a_dry_run_shows_the_batch_that_training_says(ranks, tp, dp_replicate, micro_batch):
-    settings = config(tp, dp_replicate, micro_batch)
-    shown = [line for line in training_facts(settings, SimpleNamespace(ranks=ranks)) if line.startswith("batch")]
-    if ranks % (tp * dp_replicate) or SEQUENCES % (ranks // tp):
-        assert shown == [] != rank_problems(settings, ranks)
-        return
-    expected = str(BatchPlan.of(settings.train, settings.parallel, ranks))
-    data = SimpleNamespace(packings=())
-    grid = Grid(Ranks(0, ranks, torch.device("cpu")), settings.parallel)
-    batches = SimpleNamespace(plan=PhasePlan.of(settings.train), grid=grid, data=data,
-                              of_phase=[BatchPlan.of(settings.train, settings.parallel, ranks)])
-    message, = [line for line in summary_lines(settings, MODEL, batches, "fp32") if line.startswith("batch")]
-    assert expected in message and expected in shown[0]
-    assert f"10 steps = {10 * SEQUENCES * LENGTH:,} tokens" in message
 
 
 @pytest.mark.parametrize(("parallel", "ranks", "at_most", "sequences", "expected"), table("""

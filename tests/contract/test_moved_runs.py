@@ -10,8 +10,6 @@ from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.records.metrics import TrainingRecords, read_metrics
-from tests.data.source_files import write_jsonl
 from tests.refusal import refused
 from tests.stand_ins import call, copy_corpus, count_bytes, never
 
@@ -61,22 +59,3 @@ def test_a_reused_run_that_moved_along_is_found_next_to_it(place, capsys):
         f"reuse     {elsewhere}/a, because {place}/runs/a holds no run"]
     assert stage_main("shard", never, ["--config", str(elsewhere / "b/config.yaml")]) == 0
     assert f"up to date, reused from {elsewhere / 'a/shard'}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("changes", "losses"), [
-    ([], [4, 3, 47, 46, 0]), ([0, 2], [4, 3, 47, 46]), ([0, 2, 3], [4, 3, 47])])
-def test_metrics_of_killed_runs_count_their_last_lines_and_none_of_a_former_plan(tmp_path, changes, losses):
-    """Steps 3 and 4 are done again, by a restart or by a rollback, and a kill leaves half a line. `changes`: the steps
-    from which a start continued along another plan, whatever the clocks say; the first has no number."""
-    metrics = tmp_path / "metrics.jsonl"
-    again = {"time": 80, "plan_changes": min(len(changes), 1)}
-    write_jsonl(metrics, [*({"step": step, "loss": 5 - step, "time": 90} for step in range(1, 6)),
-                          *({"step": step, "loss": 50 - step, **again} for step in (3, 4))])
-    metrics.write_text(metrics.read_text() + '{"step": 6')
-    write_jsonl(tmp_path / "events.jsonl", [
-        {"event": "plan_changed", "step": step, **({"number": number} if number else {})}
-        for number, step in enumerate(changes)])
-    assert [(record["step"], record["loss"]) for record in read_metrics(str(metrics))] == [*enumerate(losses, 1)]
-    assert TrainingRecords(tmp_path).plan_changes == max(len(changes) - 1, 0)
-    metrics.unlink()
-    assert read_metrics(str(metrics)) == []

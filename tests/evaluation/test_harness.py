@@ -11,8 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lm_eval.evaluator import evaluate, simple_evaluate
-from lm_eval.tasks import TaskManager
 
 from drover.model.config import ModelConfig
 from drover.pipeline.core.files import read_json, read_lines, write_json
@@ -26,7 +24,6 @@ from tests.evaluation.task_pack import FILES, write_pack
 from tests.tiny_models import for_tokenizer, write_huggingface
 
 VOCABULARY = byte_tokenizer()
-TASKS = {"capitals", "endings", "sums", "capitals_2shot"}
 
 
 @cache
@@ -86,26 +83,6 @@ def home(tmp_path_factory):
 
 def opened(folder):
     return open_model(folder, torch.device("cpu"), torch.float32)
-
-
-@pytest.mark.parametrize(("names", "more"), [(TASKS, {}), ({"pages"}, {"add_bos_token": False})])
-def test_figures_equal_those_of_hf_on_the_export(home, names, more):
-    """Every printed digit, and everything that was written. Whole texts without the BOS that hf would predict."""
-    manager = TaskManager(include_path=str(home / "tasks"), include_defaults=False)
-    theirs = simple_evaluate(model="hf", tasks=[*names], device="cpu", bootstrap_iters=20, task_manager=manager,
-                             model_args={"pretrained": str(home / "hf"), "dtype": "float32", "max_length": 256, **more})
-    ours = evaluate(HarnessModel(opened(home / "hf"), batch=3, length=256), manager.load([*names]), bootstrap_iters=20)
-    values = 0
-    for task in names:
-        if task == "sums":
-            assert len({tuple(map(str, (sample["resps"] for sample in result["samples"][task])))
-                        for result in (ours, theirs)}) == 1
-        for metric, value in theirs["results"][task].items():
-            if isinstance(value, float):  # perplexities of a random model have ten digits before the point
-                assert ours["results"][task][metric] == pytest.approx(value, rel=1e-4)
-                assert value > 1000 or f"{ours['results'][task][metric]:.4f}" == f"{value:.4f}"
-                values += 1
-    assert values >= 3
 
 
 def test_rolling_is_exact_for_a_uniform_byte_model():

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 
-from drover.pipeline.evaluation import scaling
 from drover.pipeline.evaluation.scaling import BestRate, Cell, best_rate, design_problems, fit_law, fit_rates
 
 SIZES = (120_000, 560_000, 1_500_000, 3_500_000)
@@ -63,26 +62,6 @@ def test_scipy_finds_no_better_law(seed):
     ours = residuals(np.log([max(value, 1e-300) for value in values(law).values()]))
     assert (ours**2).sum() == pytest.approx(2 * theirs.cost, rel=1e-6) or (ours**2).sum() < 2 * theirs.cost
     assert law.predict(*LARGER).value == pytest.approx(planted(*LARGER, *np.exp(theirs.x)), rel=1e-3)
-
-
-def test_the_linear_part_is_that_of_scipy():
-    """For given exponents, least squares without negative numbers, also where some are at 0."""
-    optimize = pytest.importorskip("scipy.optimize")
-    chance = np.random.default_rng(0)
-    n, d = (np.array([getattr(cell, name) for cell in cells()], float) / 1e6 for name in ("parameters", "tokens"))
-    at_zero = set()
-    for _ in range(50):
-        losses = chance.uniform(1, 3, len(n))
-        a, b = chance.uniform(0.1, 1.5, (2, 1, 2))
-        errors, constants = scaling._solved(losses[None], n, d, a, b)
-        for place in np.ndindex(2, 2):
-            columns = np.stack([np.ones_like(n), n ** -a[0, place[0]], d ** -b[0, place[1]]], 1) / losses[:, None]
-            theirs, norm = optimize.nnls(columns, np.ones_like(n))
-            ours = [float(one[0][place]) for one in constants]
-            assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-9)
-            assert errors[0][place] == pytest.approx(norm**2, rel=1e-6)
-            at_zero.add(tuple(value == 0 for value in ours))
-    assert {(False, False, False), (False, True, False), (False, False, True)} < at_zero
 
 
 def test_what_the_grid_does_not_decide_is_said():

@@ -13,13 +13,11 @@ from drover.pipeline.storage.store import Store
 from drover.pipeline.training.uploads import CopiedCheckpoints
 from tests.object_store import SECRET
 from tests.stages.here import run_here
-from tests.stages.test_damaged_inputs import flipped
 from tests.stages.training import (
     copy_run,
     events,
     proven,
     reusing,
-    run_train,
     run_with_faults,
     train_folder,
     weights,
@@ -99,21 +97,6 @@ def test_with_shards_and_checkpoints_in_stores_it_is_as_from_files(fresh, short_
     assert metrics(run) == metrics(plain(option))
     assert weights(fresh) == weights(short_documents, option) != [] and proven(fresh)
     assert ("token shards to" in output.stdout) == lost
-
-
-@pytest.mark.slow
-def test_a_packing_that_was_planned_of_damage_is_planned_anew(fresh, short_documents):
-    """Where documents begin is read for the plan before the first step has anything compared."""
-    settings, _ = OPTIONS["packed-phases"]
-    run_train(fresh, "name=whole", *settings)
-    encode = short_documents.parent / "runs/mini/encode"
-    [record, *_] = [record for record in read_manifest(encode).outputs if record["path"].startswith("train/code")]
-    with flipped(encode / record["path"], record["offsets_offset"] + 8 * (record["docs"] // 2)) as path:
-        output = run_train(fresh, *settings, expect=2).stderr
-    assert output.count("stops here") == 1 and str(path) in output
-    run_train(fresh, *settings)
-    run = train_folder(fresh).parent
-    assert metrics(run) == metrics(run.with_name("whole")) and weights(fresh) == weights(fresh, "whole")
 
 
 TIMES = {"tokens_per_s", "step_s", "data_wait_s", "memory_mb", "time", "train_s", "goodput", "look_s", "mfu"}

@@ -6,8 +6,6 @@ import math
 import re
 
 import pytest
-import torch
-from torch.nn.functional import cross_entropy
 
 from drover.launch.plan import Options, plan
 from drover.launch.submit import run as launched
@@ -25,7 +23,6 @@ from tests.stages.here import run_here
 from tests.stages.small_run import item, kept_parts, write_task
 from tests.stages.test_shard import documents
 from tests.stages.training import manifest_of
-from tests.token_shards import shards_in
 from tests.training.test_sinks import board_of, points
 
 
@@ -55,24 +52,6 @@ def test_what_is_measured(small_run, evaluated):
                          ("tasks/words/acc", results["tasks"]["words"]["metrics"]["acc"]["value"])):
         assert points(board, f"validation/{curve}") == [(3, pytest.approx(value))]
     assert [entry["prompt"] for entry in results["continuations"]] == ["def ", "x"]
-
-
-def test_the_exported_model_is_what_is_measured(small_run, evaluated):
-    """The nats of one source by the simplest way: one document, one piece at a time, through transformers."""
-    from transformers import AutoModelForCausalLM
-
-    run = Run(load_config(small_run))
-    model = AutoModelForCausalLM.from_pretrained(run.own_folder("convert") / "hf").eval()
-    nats = 0.0
-    for token_shard in shards_in(run.stage_folder("encode"), run.finished("encode").outputs, "validation", "prose"):
-        for number in range(token_shard.documents):
-            ids = torch.from_numpy(token_shard.document_tokens(number).astype("int64"))
-            for start in range(0, len(ids) - 1, 64):
-                piece = ids[start:start + 65]
-                with torch.no_grad():
-                    scores = model(piece[None, :-1]).logits[0].double()
-                nats += cross_entropy(scores, piece[1:], reduction="sum").item()
-    assert evaluated[1]["validation"]["sources"]["prose"]["nats"] == pytest.approx(nats, rel=1e-5)
 
 
 def test_a_part_of_the_validation_text_is_measured_and_said(run, evaluated, copied, tmp_path):

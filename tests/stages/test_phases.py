@@ -9,7 +9,6 @@ from drover.tools.audit import audit
 from tests.stages.training import (
     THREE_PHASES,
     assert_equal_but_for_rounding,
-    changed,
     curve,
     events,
     lines,
@@ -110,26 +109,6 @@ def test_what_is_to_come_may_change_and_what_was_may_not(phased):
         "until": 24576, "sequence_length": 64, "batch_tokens": 2048, "lr": 0.002}]))
     assert "train.phases[3] was added" in more.stdout
     assert manifest_of(phased).counts["steps"] == 16 and proven(phased)
-
-
-@pytest.mark.slow
-def test_a_run_that_gains_phases_keeps_the_plan_of_the_steps_that_are_done(phased):
-    """A step that no checkpoint has, before the change, was of the former plan."""
-    without = {"steps": 12, "phases": [], "sequence_length": 32}
-    run_with_faults(changed(phased, phased.parent, {"train": without}), "kill:rank=0,step=6",
-                    "train.checkpoint.background=false", expect=-9)
-    seen = curve(phased)[:4]
-    gained = {"steps": None, "grain_tokens": 32, "phases": [
-        {"until": "4k"}, {"until": 12288, "batch_tokens": 2048, "sequence_length": 64, "lr": 0.02}]}
-    other = [{"until": "6k", "batch_tokens": 2048}]
-    assert "train.phases[0].batch_tokens: 1024 -> 2048" in run_train(
-        changed(phased, phased.parent, {"train": {**gained, "phases": other}}), "--accept-changes", expect=2).stderr
-    assert "train.phases[1] was added" in run_train(
-        changed(phased, phased.parent, {"train": gained}), "--accept-changes").stdout
-    assert curve(phased)[:4] == seen and [record["samples"][1] for record in curve(phased)][3:] == [
-        128, 160, 192, 224, 256]
-    result = audit(train_folder(phased).parent)
-    assert (result.steps, result.repeated, result.replanned, result.faults) == (8, 0, 1, [])
 
 
 @pytest.mark.slow

@@ -1,15 +1,8 @@
-"""Elements that share the data stages and are killed at random moments make the bytes of one process.
-
-    python -m tests.stages.test_random_kills FOLDER 12
-
-kills so many in each stage of each run.
-"""
+"""Elements that share the data stages and are killed at random moments make the bytes of one process."""
 
 import random
 import signal
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import yaml
@@ -21,7 +14,8 @@ from tests.waiting import HANG_S
 
 STAGES = ("shard", "tokenizer", "encode")
 ELEMENTS = ("a", "b", "c")
-RUNS = 3
+KILLS = 2
+"""In each stage."""
 
 
 def start(folder, stage, *arguments):
@@ -34,20 +28,21 @@ def outputs(folder, name):
             for record in read_manifest(folder / "runs" / name / stage).outputs}
 
 
-def with_kills(folder, kills, seed):
-    """Run the data stages RUNS times, in each of which so many processes are killed in each stage."""
+@pytest.mark.slow
+def test_elements_killed_at_random_make_the_bytes_of_one_process(tmp_path):
+    folder = tmp_path
     write_dirty(folder)
     (folder / "config.yaml").write_text(yaml.safe_dump({
         "name": "one", "runs_dir": str(folder / "runs"), "shard": every_pass(folder),
         "tokenizer": {"vocab_size": 1024}, "launch": {"processes": 1}}))
-    chance, took = random.Random(seed), {}
+    chance, took = random.Random(7), {}
     for stage in STAGES:
         began = time.monotonic()
         assert start(folder, stage).wait(HANG_S) == 0
         took[stage] = time.monotonic() - began
-    for run in (f"run{number}" for number in range(RUNS)):
+    for run in ("first", "second", "third"):
         for stage in STAGES:
-            elements, left = {each: start(folder, stage, "--element", each, f"name={run}") for each in ELEMENTS}, kills
+            elements, left = {each: start(folder, stage, "--element", each, f"name={run}") for each in ELEMENTS}, KILLS
             while elements:
                 time.sleep(chance.random() * took[stage] / 4 if left else 0.1)
                 for each, process in [*elements.items()]:
@@ -59,15 +54,5 @@ def with_kills(folder, kills, seed):
                     elements[each].kill()
                     assert elements[each].wait(HANG_S) in (0, -signal.SIGKILL)
                     elements[each] = start(folder, stage, "--element", each, f"name={run}")
-            print(f"{run}, {stage}: {kills - left} processes killed", flush=True)
         assert outputs(folder, run) == outputs(folder, "one")
         assert not [*(folder / "runs" / run).rglob("*.tmp"), *(folder / "runs").rglob("claims")]
-
-
-@pytest.mark.slow
-def test_elements_killed_at_random_make_the_bytes_of_one_process(tmp_path):
-    with_kills(tmp_path, 2, seed=7)
-
-
-if __name__ == "__main__":
-    with_kills(Path(sys.argv[1]), int(sys.argv[2]), seed=0)

@@ -7,12 +7,10 @@ import os
 import random
 import re
 import signal
-from collections import Counter
 from functools import partial
 
 import pytest
 import yaml
-from pyarrow import parquet
 
 from drover.launch import submit
 from drover.pipeline.config.loading import load_config
@@ -24,7 +22,6 @@ from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from drover.tools.verify import SCRATCH, verify
 from tests.conftest import run_stage
 from tests.cut_off import cut_off, cut_off_stage
-from tests.data.planning.test_near_duplicates import planted
 from tests.data.source_files import write_jsonl
 from tests.dirty_corpus import every_pass, write_dirty
 from tests.stages.here import run_here
@@ -193,32 +190,6 @@ def test_every_document_is_accounted_for_in_files_of_any_name(tmp_path):
     assert {split: len(own) for split, own in result.items()}.items() <= counts.items() and all(result.values())
     (tmp_path / "in" / os.fsdecode(b"caf\xe9-1.jsonl")).unlink()
     assert "t/caf\\xe9-1.jsonl is gone" in Run(load_config(config)).why("shard")
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    """A config over three sources with duplicates and near-duplicates."""
-    for source, units in planted(families=20).items():
-        (tmp_path / f"{source}.txt").write_text("|".join(itertools.chain(*units)))
-    sources = [files_source(f"s{source}", tmp_path / f"s{source}.txt", separator="|") for source in range(3)]
-    return write_config(tmp_path, sources, validation_share=0.2, near_duplicates={"verify": 0.5})
-
-
-def test_dropped_duplicates_are_written_with_the_kept_document(corpus):
-    """What stays: tests/data/planning/test_near_duplicates.py."""
-    equal = ["shard.near_duplicates=null", "shard.filters=[]"]
-    for name, more, kinds in (("a", [], {"duplicate", "near_duplicate"}), ("b", equal, set()),
-                              ("c", [*equal, "shard.keep_dropped=true"], {"duplicate"})):
-        assert run(corpus, f"name={name}", *more) == 0
-        folder = folder_of(corpus, name) / "duplicates"
-        result = Counter(kind for path in folder.glob("*") for kind in parquet.read_table(path)["kind"].to_pylist())
-        assert set(result) == kinds and folder.exists() == bool(kinds)
-        assert result.items() <= manifest_of(corpus, "shard", name).counts["dropped"].items()
-
-
-def test_what_cannot_work_is_refused_before_anything_is_read(corpus, run):
-    assert "shard.near_duplicates drops near-duplicates, but" in run(
-        "shard", corpus, "shard.drop_duplicates=false", expect=2).err
 
 
 @pytest.mark.parametrize("cleared", [0, 1, 2])

@@ -82,18 +82,6 @@ def test_documents_of_both_kinds_of_sources_become_token_shards(tmp_path, capsys
     assert run_here("encode", config) == 2 and "a/train/a.bin" in capsys.readouterr().err
 
 
-def test_equal_ids_have_one_key_and_one_split_whatever_their_files_type(tmp_path):
-    results = []
-    for number, (kind, dtype) in enumerate((("<u2", "auto"), ("<u4", "uint32"))):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        source = {"name": "a", "paths": [nano(folder, kind=kind)], "validation_share": 0.1, "dtype": dtype}
-        config = token_config(folder, [source])
-        assert stages(config, *[f"encode.dtype={dtype}"] * number) == 0
-        results.append([documents_in(config, split) for split in ("train", "validation")])
-    assert results[0] == results[1]
-
-
 def test_files_of_validation_are_not_trained_on(tmp_path):
     nano(tmp_path, "train.bin", TEXTS[:200]), nano(tmp_path, "val.bin", TEXTS[200:])
     config = token_config(tmp_path, [{"name": "a", "paths": [f"{tmp_path}/*.bin"],

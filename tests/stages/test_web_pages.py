@@ -8,11 +8,10 @@ from drover.pipeline.config.data import FilesSource
 from drover.pipeline.config.section import identity
 from drover.pipeline.core import errors
 from drover.pipeline.core.files import read_lines
-from tests.cut_off import cut_off_stage
 from tests.data.reading.test_pages import ENDLESS
 from tests.data.reading.test_warc import OTHERS, archive
 from tests.data.source_files import write_jsonl
-from tests.stages.test_shard import files_source, finished, folder_of, hashes, run, write_config
+from tests.stages.test_shard import files_source, finished, folder_of, run, write_config
 
 
 @pytest.fixture
@@ -40,15 +39,6 @@ def test_every_record_is_accounted_for(crawl, capsys):
     assert counts["cards"]["web"]["fields"] == {"url": {"in": 210, "of": 283}, "title": {"in": 210, "of": 283}}
     line = "of 435 records of WARC files 210 are pages; passed over are 216 of type request, 3 of type warcinfo"
     assert line in capsys.readouterr().out and any(line in own for own in counts["remarks"]["web"])
-
-
-@pytest.mark.slow
-def test_a_killed_stage_continues_with_the_same_bytes(crawl):
-    counts = finished(crawl).counts
-    for number in (9, 31, 60):
-        status, _ = cut_off_stage("shard", number, "--config", str(crawl), "name=cut")
-        assert status == -9
-    assert finished(crawl, name="cut").counts == counts and hashes(folder_of(crawl, "cut")) == hashes(folder_of(crawl))
 
 
 def test_a_page_that_never_ends_is_listed(crawl, monkeypatch):

@@ -75,15 +75,6 @@ def test_megatron_reads_every_document_in_order(run, split, tmp_path, exported):
         assert (path.stat().st_size, sha256_file(path)) == (record["bytes"], record["sha256"])
 
 
-def test_megatrons_own_reader_gives_the_documents(run, tmp_path, exported):
-    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset",
-                                  reason="to compare with it: pip install --no-deps megatron-core")
-    exported(run, tmp_path / "out")
-    rows = indexed.IndexedDataset(str(tmp_path / "out/web"))
-    assert [rows[number].tolist() for number in range(len(rows))] == [
-        tokens.tolist() for _, _, tokens in documents_of(run, "train", "web")]
-
-
 @pytest.mark.parametrize("arguments", [[], ["--without-bos"]])
 def test_datasets_reads_the_export_for_it(run, tmp_path, exported, arguments, monkeypatch):
     monkeypatch.setattr(token_export, "BLOCK_TOKENS", 900)  # several row groups

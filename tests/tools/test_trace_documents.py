@@ -11,8 +11,7 @@ import yaml
 
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import run_in
-from drover.pipeline.data.documents import to_json
-from drover.pipeline.data.text_shards import read_shard, shard_records, write_members
+from drover.pipeline.data.text_shards import read_shard, shard_records
 from drover.tools.trace.__main__ import main
 from drover.tools.trace.tracing import Search
 from tests.conftest import slow
@@ -81,11 +80,6 @@ def test_documents_to_steps_is_steps_to_documents_turned_round(capsys, recorded,
         assert one.own_phase == (2 if reads_anew and 10 <= one.step <= 18 else None)
     assert any(one.own_phase for one in readings) == reads_anew
     assert {one.what for one in readings} == {"left out", "skipped", "to come", "trained"}
-
-
-def test_a_phase_counts_its_own_epochs(capsys, tmp_path, traced):
-    phased = Recorded(tmp_path / "mini", traced, settings=ORDERS["phases"][0], kills=(), spikes=(), unsound=())
-    assert "of phase 2  tokens" in printed(capsys, main, "--run", phased.folder, "--id", "p50")
 
 
 @pytest.fixture(scope="module")
@@ -197,23 +191,6 @@ def test_after_shard_alone_each_page_of_a_crawl_is_found(capsys, crawl, name, nu
     capsys.readouterr()
     main(["--run", str(crawl), "--json", "--id", url])
     assert [own["url"] for own in json.loads(capsys.readouterr().out)["left_out"]] == [url]
-
-
-def test_a_text_shard_that_was_made_again_names_no_other_document(capsys, tmp_path, traced):
-    """Token shards name their documents by keys: another text of that number is not theirs."""
-    recorded = Recorded(tmp_path / "mini", traced, kills=(), spikes=(), unsound=())
-    [before] = answer(capsys, recorded, "--id", "p3")["documents"]
-    shard = traced.parent / "runs/mini/shard"
-    path = (shard / before["shard"]).with_suffix(".tar")
-    record = Search(run_in(recorded.folder)).text_records[path.relative_to(shard).as_posix()]
-    documents = [*read_shard(shard, record)]
-    whole = path.read_bytes()
-    try:
-        write_members(path, [(own.key, to_json(own)) for own in documents[1:] + documents[:1]])
-        [after] = answer(capsys, recorded, "--document", before["key"])["documents"]
-    finally:
-        path.write_bytes(whole)
-    assert after == before | {"id": None, "place": None, "url": None}
 
 
 def test_a_packing_that_was_not_planned_is_said_and_nothing_is_written(capsys, tmp_path, traced):
