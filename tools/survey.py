@@ -23,9 +23,9 @@ from statistics import fmean
 from typing import Any
 
 from drover.pipeline.config.data import COMPRESSIONS, WEB, FilesSource, converter, file_format, web_packages
-from drover.pipeline.core.console import counted, first, printable
+from drover.pipeline.core.console import first, printable
 from drover.pipeline.core.errors import UserError, absent
-from drover.pipeline.core.folders import files_below, folders_below
+from drover.pipeline.core.folders import files_below
 from drover.pipeline.data.documents import Limit, Rejection, damage
 from drover.pipeline.data.hub import CARDS, SAVED
 from drover.pipeline.data.readers import COLUMNAR, file_records
@@ -137,8 +137,6 @@ class Corpus:
 
 EMPTY = "it is empty"
 TEST_SPLIT = "a test split, by its name: what a model is tested on, it should not learn"
-LOG, LOG_SHARE = "a program's log, by its name; if you want it, add it to the sources", 0.05
-"""Of logs that are a larger share of the text, text is taken to be what is wanted."""
 DESCRIPTIONS = ("dataset_info.json", "config.json")
 """Files in JSON that lie next to the text of data sets or weights."""
 
@@ -184,11 +182,6 @@ def look(folder: Path) -> Corpus:
             looked[path] = replace(beginning, text=beginning.text[:most_text * is_sampled])
         for most, _ in Counter(map(results.__getitem__, chosen)).most_common(1):
             results |= dict.fromkeys({*candidates}.difference(chosen), most)
-    with_text = {path: _text_bytes(path) for path, result in results.items() if isinstance(result, FileKind)}
-    logs = {path: size for path, size in with_text.items() if ".log" in path.suffixes and file_format(path) is None}
-    if sum(logs.values()) < LOG_SHARE * sum(with_text.values()):
-        results |= dict.fromkeys(logs, LOG)
-        looked |= dict.fromkeys(looked.keys() & logs, Beginning("", 0))
     kinds, left_out = defaultdict[FileKind, list[Path]](list), defaultdict[str, list[Path]](list)
     for path, result in sorted(results.items()):
         (kinds[result] if isinstance(result, FileKind) else left_out[result]).append(path)
@@ -200,8 +193,6 @@ def look(folder: Path) -> Corpus:
     named = [f"{_shown(left_out[reason], folder)}: {reason}" for reason in frequent[:MOST_REASONS]]
     if more := [path for reason in frequent[MOST_REASONS:] for path in left_out[reason]]:
         named.append(f"{_shown(more, folder)}: other reasons")
-    if hidden := _files_with_hidden(folder) - len(paths):
-        named.append(counted(hidden, "hidden file"))
     if not kinds:
         raise UserError("\n  ".join([f"{folder} holds no text that Drover reads. It reads text, .jsonl, .json, .csv, "
                                      f".parquet, .arrow, .html, .warc and .pdf, each also with .gz or .zst. Left out:",
@@ -272,12 +263,6 @@ def _chosen(paths: list[Path], count: int) -> list[Path]:
 
 def _checksum(path: Path) -> int:
     return zlib.crc32(os.fsencode(path.name))
-
-
-def _files_with_hidden(folder: Path) -> int:
-    """How many files are in a folder and all folders in it, with hidden ones."""
-    return sum(not entry.is_dir() for own in folders_below([str(folder)], folder.parents, hidden=True)
-               for entry in os.scandir(own))
 
 
 def _test_split(paths: Sequence[Path], folder: Path) -> set[Path]:

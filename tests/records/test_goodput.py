@@ -6,9 +6,7 @@ import pytest
 
 from drover.pipeline.records.goodput import CAUSES, first_start, goodput, run_s
 from drover.pipeline.records.metrics import RunFacts
-from tests.conftest import run_stage
 from tests.records.recorded_time import Recorded
-from tests.stages.training import curve, train_and_kill, train_folder
 
 
 @pytest.fixture
@@ -86,19 +84,3 @@ def test_clocks_that_differ_are_noted(run):
 
 def test_a_run_without_a_step_has_no_goodput(run):
     assert goodput(RunFacts(run.folder)) is None and first_start(RunFacts(run.folder)) is None
-
-
-@pytest.mark.slow
-def test_a_real_run_that_was_killed(fresh):
-    settings = ["train.steps=40", "train.checkpoint.every_steps=10", "train.checkpoint.background=false"]
-    train_and_kill(fresh, *settings, ranks=1, after_step=17)
-    killed_at = curve(fresh)[-1]["step"]
-    run_stage("train", fresh, *settings)
-    facts = RunFacts(train_folder(fresh).parent)
-    result, metrics = goodput(facts), facts.steps
-    assert parts(result).keys() >= {"recomputed steps", "start-up", "validation and sampling"}
-    assert [(start.last, start.why) for start in result.starts] == [
-        (killed_at, "ended without a record"), (40, "finished")]
-    assert result.starts[1].first == killed_at // 10 * 10 and metrics[-1]["train_s"] == result.effective_s
-    assert result.effective_s == pytest.approx(sum(record["step_s"] for record in metrics), abs=1e-3)
-    assert metrics[-1]["goodput"] == pytest.approx(result.share, rel=0.3)

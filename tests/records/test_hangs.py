@@ -1,7 +1,5 @@
 """Who is late, from what the ranks wrote; and a watchdog that bites."""
 
-import multiprocessing
-import time
 
 import pytest
 
@@ -9,10 +7,8 @@ from drover.pipeline.contract.state import StageJob
 from drover.pipeline.core.console import number_ranges
 from drover.pipeline.core.files import append_line
 from drover.pipeline.records import hangs
-from drover.pipeline.records.hangs import HUNG_STATUS, attempt_key, hang_folder, judge_hang, read_hang, write_places
-from drover.pipeline.training.watchdog import Watchdog
+from drover.pipeline.records.hangs import hang_folder, judge_hang, write_places
 from tests.refusal import table
-from tests.waiting import HANG_S, wait_for
 
 REDUCE = ["/x/pipeline/train.py:9 train", "/x/pipeline/training/loop.py:{line} agree",
           "/y/torch/distributed/distributed_c10d.py:7 all_reduce"]
@@ -70,27 +66,3 @@ def test_places_of_another_start_are_not_believed(tmp_path, monkeypatch):
     folder = hang_folder(tmp_path)
     write(folder, "R-")
     assert judge_hang(folder, 2).late == ((1, None),)
-
-
-@pytest.mark.slow
-def test_a_rank_waits_before_it_ends_so_that_others_are_recorded_too(tmp_path, monkeypatch):
-    """Beyond the first ones there is the record only."""
-    monkeypatch.setattr("drover.pipeline.training.watchdog.TOGETHER_S", 6.0)
-    folder, context = tmp_path / "hangs" / attempt_key(), multiprocessing.get_context("fork")
-    early, late, far = (context.Process(target=silent, args=(folder, *which)) for which in ((0, 3), (1, 3), (64, 3)))
-    early.start()
-    wait_for((folder / "node0.jsonl").is_file)
-    late.start()
-    far.start()
-    wait_for(lambda: len(read_hang(folder)) == 3)
-    for process in (early, late, far):
-        process.join(HANG_S)
-        assert process.exitcode == HUNG_STATUS
-    assert [record.rank for record in read_hang(folder)] == [0, 1, 64]
-    assert (folder / "rank0.stacks").is_file() and not list(folder.glob("rank64.*"))
-
-
-def silent(folder, rank=0, ranks=1):
-    with Watchdog(folder, rank, 0.3, ranks) as watchdog:
-        watchdog.finished(7, 0.01)
-        time.sleep(HANG_S)

@@ -87,23 +87,18 @@ def test_loss_shows_training_and_validation_without_skipped_updates(document):
 
 
 def test_scores_of_checkpoints_are_curves_over_tokens_that_end_at_the_finished_model(facts):
+    """The charts themselves: test_comparison.py."""
     task = {"metrics": {"acc": {"value": 0.4, "stderr": 0.02}}, "chance": 0.25, "answer_bits_per_byte": 1.5}
-    validation = {"overall": {"bits_per_byte": 2.5}}
-    document = compose(dataclasses.replace(facts, scores=[
-        CheckpointScores(200, "", 1638400, 4e14, validation, {"python_line": task}, suites={
+    document = compose(dataclasses.replace(facts, scores=[CheckpointScores(
+        200, "", 1638400, 4e14, {"overall": {"bits_per_byte": 2.5}}, {"python_line": task}, suites={
             "core": {"value": 0.1, "stderr": 0.01}})]))
     blocks = next(chapter.blocks for chapter in document.chapters if chapter.title == "Scores while training")
-    charts, of_flops = ({part.title.removesuffix(f" over {over}"): part
-                         for part in blocks if getattr(part, "over", "") == over}
-                        for over in ("tokens", "FLOPs"))
+    charts = {part.title.removesuffix(" over tokens"): part for part in blocks if getattr(part, "over", "") == "tokens"}
     final = facts.results["tasks"]["python_line"]
-    chance, line = charts["python_line, acc"].series
-    assert line.x == (1638400, facts.counts("train")["tokens"]) == chance.x and chance.faint
-    each, = {flops / tokens for flops, tokens in zip(of_flops["python_line, acc"].series[1].x, line.x, strict=True)}
-    assert each == facts.flops_per_token
+    _, line = charts["python_line, acc"].series
+    assert line.x == (1638400, facts.counts("train")["tokens"])
     assert [*zip(line.y, line.errors, strict=True)] == [(0.4, 0.02), tuple(final["metrics"]["acc"].values())]
     assert charts["core, score"].series == [Series("score", (1638400,), (0.1,), errors=(0.01,))]
-    assert charts["validation text, bits per byte"].series[0].y[0] == 2.5
     assert charts["python_line, answer bits per byte"].series[0].y == (1.5, final["answer_bits_per_byte"])
     assert "| 200 | 1,638,400 | 4.00e+14 | 2.5000 | python_line acc 0.400 ± 0.020, answers 1.500 bits per byte " in (
         markdown(document))

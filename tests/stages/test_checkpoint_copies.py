@@ -94,19 +94,3 @@ def test_checkpoints_of_another_training_are_refused_with_what_differs(copied):
     run_train(copied, *SETTINGS)
     assert "they were started separately" in resumed(copied, "train.steps=20", "--accept-changes", expect=2).stderr
     assert stored() == before
-
-
-@pytest.mark.slow
-def test_copying_can_begin_later_and_a_longer_run_goes_on_in_the_store(copied):
-    url = f"file://{copied.parent}/elsewhere"
-    settings, folder = f"train.checkpoint.copy_to={url}", train_folder(copied)
-    run_train(copied, *SETTINGS)
-    (folder / "manifest.json").unlink()
-    run_train(copied, *SETTINGS, settings)
-    assert copies(url).complete == [16]
-    run_train(copied, settings, "train.steps=20", "--accept-changes")
-    assert copies(url).complete == [16, 20]
-    accepted = manifest_of(copied).accepted
-    shutil.rmtree(folder)
-    run_train(copied, settings, "train.steps=20")
-    assert manifest_of(copied).accepted == accepted != []

@@ -141,14 +141,6 @@ def test_a_suite_has_a_paired_difference():
     assert error < math.hypot(one["stderr"], other["stderr"]) / 1.5
 
 
-def test_one_model_has_scores_and_nothing_to_compare(home, capsys):
-    assert main([str(home / "hf"), "--tasks", "capitals", "--task-folders", str(home / "tasks")]) == 0
-    lines, progress = map(str.splitlines, capsys.readouterr())
-    assert progress[0] == f"measuring {home}/hf: capitals"
-    assert next(line.split() for line in lines if line.startswith("model")) == ["model", "score", "std.", "error"]
-    assert "intervals" not in "\n".join(lines)
-
-
 def test_a_page_leaves_out_what_folders_have_in_common_and_warns_of_intervals_without_width(capsys):
     common = {"task": "t", "metric": "perplexity", "n": 40, "chance": None, "higher_is_better": False}
     scores = [{**common, "model": "runs/a/checkpoints/step-1", "value": 6095151562.4, "stderr": 3.0},
