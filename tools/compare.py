@@ -280,10 +280,6 @@ def weak_intervals(scores: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     compared = [row for row in scores if row.get("high") is not None]
     for task, items in dict.fromkeys((row["task"], row["n"]) for row in compared if row["n"] < ENOUGH):
         yield f"{task}: {items:,} items are too few for the intervals, which need about {ENOUGH}"
-    for row in compared:
-        if row["low"] == row["high"]:
-            yield (f"{row['model']}: {row['task']}, {row['metric']}: the difference is the same on every item, so the "
-                   f"interval has no width and says nothing about other items")
 
 
 def page_of(made: Mapping[str, Any]) -> list[RenderableType]:

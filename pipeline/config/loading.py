@@ -25,7 +25,7 @@ from drover.pipeline.config.checks import problems
 from drover.pipeline.config.explaining import suggestion
 from drover.pipeline.config.kinds import Kind, left_out, load_plugins
 from drover.pipeline.config.optimizers import optimizer_kind
-from drover.pipeline.config.section import advice, flatten, local_path, sections_in, sentence, sentences, shortened
+from drover.pipeline.config.section import advice, local_path, sections_in, sentence, sentences, shortened
 from drover.pipeline.config.shipped import FILTERS, SINKS
 from drover.pipeline.config.tree import Config, Part
 from drover.pipeline.core.errors import REPOSITORY, UserError, listed, meant, refusals
@@ -333,22 +333,14 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
         tree["plugins"] = load_plugins(plugins, folder_of(place, path.parent), place)
     config = _at_commits(_validated(tree, path, typed))
     if check:
-        refuse_impossible(config, path, tree)
+        refuse_impossible(config, path)
     return config
 
 
-def refuse_impossible(config: Config, path: Path | str, tree: Tree | None = None) -> None:
-    """UserError for combinations of settings that cannot work. tree: what was written; those in files are placed."""
+def refuse_impossible(config: Config, path: Path | str) -> None:
+    """UserError for combinations of settings that cannot work."""
     if wrong := problems(config):
-        raise refusal([problem + _places(problem, tree or {}) for problem in wrong], path)
-
-
-def _places(problem: str, tree: Tree) -> str:
-    """Where the settings that a sentence names were written, if in files."""
-    written = flatten(tree)
-    keys = [key for key in re.findall(r"\b[a-z_]+(?:\.\w+)+", problem) if key in written]
-    places = {key: place for key in keys if not (place := place_of(tree, key.split("."))).startswith(TYPED)}
-    return f" (Written: {', '.join(f'{key} in {place}' for key, place in places.items())}.)" if places else ""
+        raise refusal(wrong, path)
 
 
 def read_without_plugins(path: Path) -> Config:

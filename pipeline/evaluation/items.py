@@ -34,13 +34,12 @@ class PerItem(TypedDict):
 class ItemResults(TypedDict):
     """chance: the expected accuracy of guessing; None without choices. answer_bits_per_byte: of the right answers;
     answer_bits_stderr: its standard error. items_without_right_choice: their numbers, from 1; the harness counts them
-    as wrong. items_with_equal_choices: the same of those with two equal ones, of which the harness takes the first."""
+    as wrong."""
 
     chance: float | None
     answer_bits_per_byte: float | None
     answer_bits_stderr: NotRequired[float | None]
     items_without_right_choice: list[int]
-    items_with_equal_choices: NotRequired[list[int]]
     per_item: PerItem
 
 
@@ -89,9 +88,6 @@ def item_results(task: Any, samples: Sequence[Mapping[str, Any]]) -> ItemResults
             "answer_bits_per_byte": answered["value"], "answer_bits_stderr": answered["stderr"],
             "items_without_right_choice": [
                 documents[place]["doc_id"] + 1 for place, answer in enumerate(right) if answer is None],
-            "items_with_equal_choices": [
-                sample["doc_id"] + 1 for sample in documents if task.OUTPUT_TYPE == "multiple_choice"
-                and len({*(choices := task.doc_to_choice(sample["doc"]))}) < len(choices)],
             "per_item": {"hashes": [document["doc_hash"][:16] for document in documents],
                          "texts": [item_text(task, document["doc"], fields) for fields in ([], *[named] * bool(named))
                                    for document in documents], "metrics": metrics}}

@@ -191,10 +191,6 @@ def doubts(tasks: Mapping[str, TaskResult]) -> Iterator[str]:
             yield (f"{name}: in {counted(len(numbers), 'item')} of the data (counted from 1: {named}) the target is "
                    f"neither the number of a choice, from 0, nor the text of one; lm-evaluation-harness counts that as "
                    f"wrong")
-        if numbers := task.get("items_with_equal_choices", []):
-            yield (f"{name}: {counted(len(numbers), 'item')} of the data (counted from 1: "
-                   f"{first([*map(str, numbers)], NAMED)}) have two equal choices, of which the second can never win: "
-                   f"correct the data, or leave these items out")
         for metric, reason in task["without_value"].items():
             yield f"{name}: {metric} has no value: {reason.rstrip('.')}"
         if count := task["contexts_truncated"]:

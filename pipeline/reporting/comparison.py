@@ -32,13 +32,9 @@ from drover.pipeline.reporting.document import (
 )
 from drover.pipeline.reporting.facts import Facts
 
-FEW = 4
-"""So many runs have a column each in the table of settings; of more, each value has a row."""
 OF_THE_RUN = ("name", "runs_dir", "reuse")
 """Settings that say where a run is."""
-TIMES = {"seconds of training": 1, "minutes of training": 60, "hours of training": 3600}
-LEAST_UNITS = 10
-"""The axis of time is in the largest unit of which the longest run has so many."""
+TIME = "minutes of training"
 
 
 @dataclass(frozen=True)
@@ -156,27 +152,20 @@ def loss_charts(runs: Iterable[ComparedRun]) -> dict[str, tuple[str, str]]:
 
 def curves(runs: Sequence[ComparedRun]) -> dict[str, list[Block]]:
     """The charts by chapter: losses over each measure of what training has used."""
-    longest = max(run.facts.metrics[-1]["train_s"] for run in runs)
-    time = max((unit for unit, seconds in TIMES.items() if longest >= LEAST_UNITS * seconds), key=TIMES.__getitem__,
-               default="seconds of training")
     measures: dict[str, Callable[[ComparedRun], Callable[[Mapping[str, Any]], float]]] = {
         "tokens": lambda run: run.facts.measures["tokens"], "steps": lambda _: itemgetter("step"),
-        "FLOPs": lambda run: run.facts.measures["FLOPs"], time: lambda _: lambda line: line["train_s"] / TIMES[time]}
+        "FLOPs": lambda run: run.facts.measures["FLOPs"], TIME: lambda _: lambda line: line["train_s"] / 60}
     charts = loss_charts(runs)
-    return {f"Over {'time' if measure == time else measure}": [
+    return {f"Over {'time' if measure == TIME else measure}": [
         Lines(f"{title} over {measure}", unit, [run.series(field, over(run)) for run in runs], over=measure)
         for field, (title, unit) in charts.items()] for measure, over in measures.items()}
 
 
 def settings_table(runs: Sequence[ComparedRun]) -> Table:
-    """The settings in which the runs differ."""
+    """The settings in which the runs differ, with a row for each value."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     differing = {name: [written(run.settings.get(name)) for run in runs] for name in names}
     differing = {name: texts for name, texts in differing.items() if len(set(texts)) > 1}
-    if len(runs) <= FEW:
-        return Table("Settings that differ", {"setting": "{setting}", **{
-            run.name: f"{{values[{number}]}}" for number, run in enumerate(runs)}},
-            [{"setting": name, "values": texts} for name, texts in differing.items()])
     return Table("Settings that differ", {"setting": "{setting}", "value": "{value}", "runs": "{runs}"}, [
         {"setting": name, "value": text, "runs": [run.name for run in runs if written(run.settings.get(name)) == text]}
         for name, texts in differing.items() for text in dict.fromkeys(texts)])

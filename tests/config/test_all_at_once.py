@@ -38,15 +38,6 @@ encode: {dtype: uint16}
         assert expected in message, message
 
 
-def test_combinations_have_the_places_of_what_files_say(written):
-    base = written("train: {schedule: wsd, decay_steps: 200}\nmodel: {context_length: 256}\n", "base.yaml")
-    path = written("base: base.yaml\ntrain:\n  warmup_steps: 1\n  steps: 100\n")
-    message = refusal(path, "train.sample_tokens=300")
-    assert (f"is more than train.steps 100. Take fewer, or train for more steps. (Written: train.warmup_steps in "
-            f"{path}:3, train.decay_steps in {base}:1, train.steps in {path}:4.)") in message
-    assert f"(Written: model.context_length in {base}:2.)" in message, "overrides are on the screen"
-
-
 @pytest.mark.parametrize(("value", "steps"), table("""
     1e6 -> 1000000
     2.0 -> 2

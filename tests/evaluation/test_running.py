@@ -42,7 +42,7 @@ metric_list: [{metric: acc}, {metric: acc_norm}, {metric: f1}]
 """},
     # Targets that are text; two of the eight are none of the choices. Two examples before each question.
     "named": {
-        "items": [{"query": f"{name} is", "choices": ["here", "not" if n == 5 else "far away", "not"],
+        "items": [{"query": f"{name} is", "choices": ["here", "far away", "not"],
                    "gold": ["here", "not", "far away", "lost"][n % 4]} for n, name in enumerate(NAMES)],
         "yaml": """
 output_type: multiple_choice
@@ -163,8 +163,7 @@ def test_items_without_a_right_choice_are_counted_and_messages_go_to_the_log(mod
     """Progress bars, warnings on labels and the line of each bootstrap."""
     result = ours(model, folder, "winograd", "named", log=tmp_path / "lm_eval.log")["named"]
     assert result["items_without_right_choice"] == [4, 8] and result["answer_bits_per_byte"] > 0
-    assert result["chance"] == pytest.approx(6 / 8 / 3) and result["items_with_equal_choices"] == [6]
-    assert "counted from 1: 6) have two equal choices" in [*doubts({"named": result})][1]
+    assert result["chance"] == pytest.approx(6 / 8 / 3)
     assert capfd.readouterr() == ("", "")
     log = (tmp_path / "lm_eval.log").read_text()
     assert "bootstrapping for stddev: f1_score" in log
@@ -191,7 +190,6 @@ def test_a_metric_without_a_value_is_named_and_leaves_the_others(model, folder, 
         "ter": "it is {'first': 0.5, 'second': 0.25}."}
     assert next(doubts({"writes": result})) == "writes: chrf has no value: OverflowError: too large"
     assert [*result["per_item"]["metrics"]] == ["exact_match"]
-    assert (tmp_path / "log").read_text().count("Traceback") == 1
 
 
 def test_an_answer_beyond_the_model_is_named_with_its_task(folder):
