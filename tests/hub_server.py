@@ -11,7 +11,6 @@ import hashlib
 import json
 import re
 import threading
-import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,8 +25,7 @@ REQUEST = re.compile(r"/(?:api/(?:models/|(?=datasets/)))?(?P<name>(?:datasets/)
 @dataclass
 class Hub:
     """Repositories by name: their commits by branch, tag or hash, and the files of each. `closed` ones show their files
-    to TOKEN only; of `hidden` ones others do not even see that they exist. `seen`: each request's method and path.
-    A download of a file that ends like `held` sends half of it, sets `waiting` and stops there."""
+    to TOKEN only; of `hidden` ones others do not even see that they exist. `seen`: each request's method and path."""
 
     home: Path
     address: str = ""
@@ -37,8 +35,6 @@ class Hub:
     hidden: set[str] = field(default_factory=set)
     seen: list[tuple[str, str]] = field(default_factory=list)
     off: bool = False
-    held: str | None = None
-    waiting: threading.Event = field(default_factory=threading.Event)
 
     def push(self, name, folder, *tags):
         """A new commit with the files of a folder; its hash."""
@@ -94,13 +90,7 @@ def answering(hub):
             for key, value in {**headers, "Content-Length": str(len(data))}.items():
                 self.send_header(key, value)
             self.end_headers()
-            if self.command == "GET" and hub.held and self.path.endswith(hub.held):
-                self.wfile.write(data[:len(data) // 2])
-                self.wfile.flush()
-                hub.waiting.set()
-                while hub.held:
-                    time.sleep(0.05)
-            elif self.command == "GET":
+            if self.command == "GET":
                 self.wfile.write(data)
 
         def log_message(self, *_):

@@ -195,9 +195,6 @@ class TaskFile:
                        for number, item in items.items() if wanted - item.keys()]:
             yield (f"{first(lacking)}. The harness would read None there. Give every line the fields that "
                    f"{', '.join(FIELDS)} name, empty if need be, or name others there.")
-        choices = str(self.settings.get("doc_to_choice")).strip("{ }")
-        if without := [f"{path}:{number} has no choices" for number, item in items.items() if item.get(choices) == []]:
-            yield f"{first(without)}. Give every line the answers to choose from in {choices}."
 
     def _fields(self) -> dict[str, str]:
         """The fields that the task reads of an item, each with the setting that names it."""

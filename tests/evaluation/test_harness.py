@@ -1,7 +1,6 @@
-"""Our model behind lm_eval's own: its figures are those of transformers on the export, to the last printed digit."""
+"""Our model behind lm_eval's own; that its figures are those of transformers, test_named_tasks.py shows."""
 
 import math
-import os
 import re
 import shutil
 import tempfile
@@ -13,14 +12,12 @@ import pytest
 import torch
 
 from drover.model.config import ModelConfig
-from drover.pipeline.core.files import read_json, read_lines, write_json
-from drover.pipeline.evaluation.harness import HarnessModel, measure_task
+from drover.pipeline.core.files import read_json, write_json
+from drover.pipeline.evaluation.harness import HarnessModel
 from drover.pipeline.evaluation.open_model import OpenedModel, open_model
 from drover.pipeline.evaluation.placing import Placed
-from drover.pipeline.evaluation.selection import Selection
 from drover.pipeline.tokenization.conversion import byte_tokenizer, write_hugging_face
-from tests.data.source_files import write_jsonl
-from tests.evaluation.task_pack import FILES, write_pack
+from tests.evaluation.task_pack import write_pack
 from tests.tiny_models import for_tokenizer, write_huggingface
 
 VOCABULARY = byte_tokenizer()
@@ -57,20 +54,6 @@ def requests(*arguments):
     return [SimpleNamespace(args=entry) for entry in arguments]
 
 
-def direct(model, context, continuation):
-    """The log-probability by the book: one text at a time, log-softmax summed over the continuation.
-
-    Blanks that end the context belong to the continuation: that is the harness's convention.
-    """
-    blank = context[len(context.rstrip()):]
-    prefix = [VOCABULARY.bos_id, *VOCABULARY.encode(context.rstrip())]
-    ids = torch.tensor([[*prefix, *VOCABULARY.encode(blank + continuation)]])
-    with torch.no_grad():
-        scores = model(ids[:, :-1]).double().log_softmax(-1)[0, len(prefix) - 1:]
-    wanted = ids[0, len(prefix):]
-    return float(scores.gather(-1, wanted[:, None]).sum()), bool((scores.argmax(-1) == wanted).all())
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """An export, and the README's tasks with data by absolute paths, so that the harness finds it by itself."""
@@ -95,7 +78,8 @@ def test_rolling_is_exact_for_a_uniform_byte_model():
 def test_contexts_that_lose_their_beginning_are_counted():
     model = harness(for_tokenizer(VOCABULARY, context_length=16), batch=2)
     _, (short, _) = model.loglikelihood(requests(("0123456789" * 5, "abc"), ("x", "abc")))
-    assert model.truncated == 1 and short == pytest.approx(direct(model.opened.model, "x", "abc")[0], abs=1e-4)
+    [(alone, _)] = model.loglikelihood(requests(("x", "abc")))
+    assert model.truncated == 1 and short == pytest.approx(alone, abs=1e-4)
     model.generate_until(requests(("0123456789", {"until": []})))
     assert model.truncated == 2
 
@@ -131,49 +115,3 @@ def test_a_text_ends_at_every_id_that_the_model_names(home, tmp_path, where):
     path = folder / where[0]
     write_json(path, {**read_json(path), "eos_token_id": [VOCABULARY.eos_id, *VOCABULARY.encode(end)]})
     assert HarnessModel(opened(folder), batch=1).generate_until(wanted) == [complete.partition(end)[0]]
-
-
-NAMES = [name.removesuffix(".yaml") for name in FILES if name.endswith(".yaml")]
-
-
-@pytest.fixture(scope="module")
-def small():
-    return harness(for_tokenizer(VOCABULARY, context_length=256), batch=2)
-
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory, small):
-    """The README's files; the model gives the first sum's answer, so that something is right."""
-    place = write_pack(tmp_path_factory.mktemp("pack") / "tasks")
-    items = [*read_lines(place / "sums.jsonl")]
-    written, = small.generate_until(requests(("2 + 3 =", {"until": ["\n"], "max_gen_toks": 8})))
-    items[0]["sum"] = written.strip()
-    write_jsonl(place / "sums.jsonl", items)
-    return place
-
-
-@pytest.fixture(scope="module")
-def results(pack, small):
-    return {task.name: measure_task(small, task, None, 20, os.devnull)
-            for task in Selection([pack], pack, "the test").add(NAMES).tasks.values()}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_row_can_be_read_alone(results, pack, name):
-    result = results[name]
-    data = [*read_lines(pack / f"{name.removesuffix('_2shot')}.jsonl")]
-    assert result["items"] == len(data) and result["version"] == "1.0"
-    assert result["few_shot"] == (2 if name == "capitals_2shot" else 0)
-    assert result["chance"] == (pytest.approx((1 / 3 + 1 / 3 + 1 / 4) / 3) if "capitals" in name else None)
-    assert all(entry["stderr"] is not None for metric, entry in result["metrics"].items()
-               if not metric.endswith("_perplexity"))
-    assert (result["answer_bits_per_byte"] is None) == (name in ("pages", "sums"))
-    assert len(result["per_item"]["hashes"]) == len(data)
-    if "capitals" in name:  # examples are no part of an item; once more without the words of the template
-        assert result["per_item"]["texts"][0::3] == ["Question: What is the capital of France?\nAnswer: Paris",
-                                                     "France Paris"]
-
-
-def test_what_is_written_is_compared(results):
-    assert results["sums"]["metrics"] == {"exact_match (stripped)": {"value": 0.5, "stderr": pytest.approx(0.5)}}
-    assert results["sums"]["per_item"]["metrics"]["exact_match (stripped)"] == [(1.0, 1.0), (0.0, 1.0)]

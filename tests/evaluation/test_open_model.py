@@ -9,7 +9,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.open_model import open_model, run_of
 from drover.pipeline.tokenization.conversion import byte_tokenizer
 from tests.refusal import refused
-from tests.tiny_models import for_tokenizer, write_huggingface, write_run
+from tests.tiny_models import for_tokenizer, write_run
 
 TOKENIZER = byte_tokenizer()
 TEXT = "A text \u2581 of é, 漢 and <|end_of_text|>."
@@ -45,14 +45,6 @@ def test_a_run_and_the_checkpoints_inside_of_it(models, tmp_path, monkeypatch):
     monkeypatch.chdir(run / "train/checkpoints")
     is_model(opened(type(run)("step-00000002")), models[2])
     assert run_of(type(run)("step-00000002")).folder == run
-
-
-def test_a_hugging_face_folder_has_its_own(models, tmp_path):
-    folder = write_huggingface(tmp_path / "hf", models[2], TOKENIZER)
-    is_model(opened(folder), models[2])
-    assert run_of(folder) is None
-    (folder / "tokenizer.json").unlink()
-    refused(UserError, r"no tokenizer\.json", opened, folder)
 
 
 def test_what_lacks_a_tokenizer_or_has_anothers_is_refused(models, tmp_path):

@@ -1,4 +1,4 @@
-"""Tasks mean what lm-evaluation-harness means by them: the numbers are those of its own evaluation of another class."""
+"""What is said of tasks beside their figures; that these are the harness's, test_named_tasks.py shows."""
 
 import json
 import os
@@ -7,19 +7,15 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from lm_eval.api.model import LM
-from lm_eval.evaluator import simple_evaluate
-from lm_eval.tasks import TaskManager
 
 from drover.pipeline.config.tree import Config, EvaluateConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.harness import HarnessModel, measure_task
 from drover.pipeline.evaluation.items import right_choices
 from drover.pipeline.evaluation.results import doubts
-from drover.pipeline.evaluation.scores import scored
 from drover.pipeline.evaluation.selection import chosen_tasks
 from tests.data.source_files import write_jsonl
-from tests.evaluation.test_harness import VOCABULARY, direct, harness
+from tests.evaluation.test_harness import VOCABULARY, harness
 from tests.refusal import refused, table
 from tests.tiny_models import for_tokenizer
 
@@ -105,44 +101,10 @@ def model():
     return for_tokenizer(VOCABULARY, context_length=192)
 
 
-class Simplest(LM):
-    """A model as the harness's documentation asks for one: each text alone, nothing of ours but the network."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.network = model
-
-    def loglikelihood(self, requests, disable_tqdm=False):
-        return [direct(self.network, *request.args) for request in requests]
-
-    loglikelihood_rolling = generate_until = None  # test_harness.py has tasks of these
-
-
 def ours(model, folder, *names, log=os.devnull):
     tasks = chosen_tasks(Config(evaluate=EvaluateConfig(tasks=list(names), task_folders=[str(folder)])))
     behind = harness(model, batch=3)
     return {task.name: measure_task(behind, task, None, ITERS, log) for task in tasks}
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_the_numbers_are_the_harnesss_own(model, folder, name):
-    theirs = simple_evaluate(
-        model=Simplest(model), tasks=[name], bootstrap_iters=ITERS, log_samples=False,
-        task_manager=TaskManager(include_path=str(folder), include_defaults=False))["results"][name]
-    result = ours(model, folder, name)[name]
-    assert result["metrics"] and result["items"] == 8
-    for metric, entry in result["metrics"].items():
-        assert entry["value"] == pytest.approx(theirs[f"{metric},none"], rel=1e-5), metric
-        assert entry["stderr"] == pytest.approx(theirs[f"{metric}_stderr,none"], rel=1e-4), metric
-        single = result["per_item"]
-        if metric not in single["metrics"]:
-            assert metric in ("f1", "perplexity")  # no means
-            continue
-        again = scored(single["metrics"][metric])
-        assert again["value"] == pytest.approx(entry["value"], rel=1e-9), "of its single items, which are paired"
-    bootstrapped = {"winograd": "f1", "last_word": "perplexity"}
-    if name in bootstrapped:
-        assert result["metrics"][bootstrapped[name]]["stderr"] > 0
 
 
 @pytest.mark.parametrize(("gold", "multiple_input", "right"), table("""

@@ -70,7 +70,6 @@ def test_what_is_wrong_with_a_task_is_said(tmp_path, texts, task, message):
 @pytest.mark.parametrize(("change", "message"), [
     (("planted.jsonl", '{"query": "Item 0', '\ufeff{"query": "Item 0'), ""),
     (("planted.jsonl", "Item 2:", '"'), r"planted\.jsonl:3 is no item in JSON \(.*\)\. Write"),
-    (("planted.jsonl", '"choices": [', '"choices": [], "others": ['), r"planted\.jsonl:1 has no choices, "),
     (("planted.jsonl", '"query": "Item 2:", ', ""), r"planted\.jsonl:3 lacks query\. .* Give every line the fields"),
     (("planted.yaml", "{{query}}", "{% for n in range(2) %}{{query | regex_replace('a', 'b')}}{% endfor %}"), ""),
     (("planted.yaml", "{{query}}", "{{query"), "Correct the template"),

@@ -4,25 +4,15 @@ import gzip
 import json
 import shlex
 
-import pytest
-
 from drover.pipeline.training.profiling import ROWS
 from drover.tools.rehearse import main as rehearse
 from drover.tools.verify import main as verify
-from tests.stages.training import curve, reusing, run_train, run_with_faults, train_folder
+from tests.stages.training import curve, run_train, run_with_faults, train_folder
 
 STEPS = "train.steps=6"
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory, encoded):
-    """The curve of the run that is not profiled."""
-    config = reusing(encoded, tmp_path_factory.mktemp("plain"), train={"micro_batch": 8})
-    run_train(config, STEPS, ranks=2)
-    return curve(config)
-
-
-def test_profiled_steps_leave_traces_of_the_ranks_that_are_named_and_change_nothing(fresh, plain):
+def test_profiled_steps_leave_traces_of_the_ranks_that_are_named_and_change_nothing(fresh):
     profile = ["train.profile.start=3", "train.profile.steps=2", STEPS]
     output = run_train(fresh, *profile, "train.profile.ranks=[0, 1]", ranks=2).stdout
     folder = train_folder(fresh) / "profile"
@@ -36,7 +26,8 @@ def test_profiled_steps_leave_traces_of_the_ranks_that_are_named_and_change_noth
         table = (folder / f"steps-3-4.rank{rank}.operations.txt").read_text().splitlines()
         operations = [line[:len(table[0].split()[0])].strip() for line in table[3:-2]]
         assert len(operations) == ROWS and len(set(operations) & set(names)) > ROWS / 2
-    assert curve(fresh) == plain
+    run_train(fresh, "name=plain", STEPS, ranks=2)
+    assert curve(fresh) == curve(fresh, "plain")
     assert verify(["--run", str(fresh.parent / "runs/mini")]) == 0
 
 

@@ -219,8 +219,6 @@ def test_what_a_kill_leaves_of_a_finished_stage_is_removed_next(tmp_path, monkey
     assert "removed what was left behind when it was committed: " in capsys.readouterr().out
     assert not any(map(os.path.exists, scratch)) and hashes(folder)
     assert read_state(folder).status == "done" and SCRATCH not in verify(tmp_path / "runs/a").notes
-    (half := folder / "STATE.json.host-1.tmp").touch()  # a second write of the final status was killed
-    assert submit.main(command) == 0 and not half.exists()
 
 
 @pytest.mark.parametrize("base", [pytest.param(2.0, marks=pytest.mark.slow), pytest.param(1.1, marks=pytest.mark.soak)])

@@ -107,7 +107,5 @@ def test_of_a_large_corpus_only_a_sample_is_read(run, tmp_path, corpus, monkeypa
     assert sample["read_bytes"] == sum(record["text_bytes"] for record in read) < 0.5 * full
     assert 0 < sample["text_bytes"] <= 2 * 500 * sum(record["docs"] for record in read)
     assert {record["source"] for record in read} == {"code", "more"}
-    report, count = read_json(stage_folder(many) / "report.json"), shard.counts["validation"]
-    assert report["validation_documents"] == count > report["total"]["documents"] > 0
     run_stage("tokenizer", many, "--force", *settings)
     assert manifest_of(many, "tokenizer").digest == made.digest

@@ -205,9 +205,6 @@ def test_a_test_split_and_descriptions_of_data_sets_are_left_out(tmp_path, files
     assert result.files == len(files.split()) - len(left_out)
     assert {name for name in files.split() if re.search(rf"(?m)^(.*, )?{name}[:,]", "\n".join(result.left_out))
             } == set(left_out)
-    source = files_source(*(path for own in result.sources.values() for path in own["paths"]),
-                          exclude=[path for own in result.sources.values() for path in own.get("exclude", [])])
-    assert {name for name, _ in input_files(config_of(source))} & {f"s/{name}" for name in left_out} == set()
 
 
 def test_what_is_closed_is_left_out_by_name_and_the_rest_runs(notes, monkeypatch, capsys):
