@@ -21,12 +21,12 @@ from drover.pipeline.reporting.chapters.results import score_charts
 from drover.pipeline.reporting.chapters.training import curve
 from drover.pipeline.reporting.document import (
     Block,
-    Chapter,
     Lines,
     Notice,
     ReportDocument,
     Series,
     Table,
+    chapters_of,
     value,
     written,
 )
@@ -103,12 +103,12 @@ def compare_runs(folders: Sequence[Path], scores: Sequence[Block] = ()) -> Repor
     if wrong:
         raise UserError(listed(wrong))
     while_training = [*score_charts({run.name: run.facts for run in runs})]
-    chapters = {"Runs": [runs_table(runs)], "Scores": scores, "Scores while training": while_training,
-                **curves(runs), "Settings": [settings_table(runs)]}
-    filled = {title: [block for block in blocks if block] for title, blocks in chapters.items()}
+    chapters: dict[str, Iterable[Block]] = {
+        "Runs": [runs_table(runs)], "Scores": scores, "Scores while training": while_training, **curves(runs),
+        "Settings": [settings_table(runs)]}
     return ReportDocument(
         f"{counted(len(runs), 'run')} compared", first([run.name for run in runs]), best(runs), list(notices(runs)),
-        [], [Chapter(title, blocks) for title, blocks in filled.items() if blocks])
+        [], chapters_of(chapters))
 
 
 def best(runs: Sequence[ComparedRun]) -> str:

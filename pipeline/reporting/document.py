@@ -5,7 +5,7 @@ Blocks without content are false, and are omitted. A paragraph is a plain string
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from string import Formatter
@@ -159,6 +159,12 @@ class Chapter:
     def name(self) -> str:
         """The title in the form of a link's target."""
         return self.title.lower().replace(" ", "-")
+
+
+def chapters_of(blocks: Mapping[str, Iterable[Block | None]]) -> list[Chapter]:
+    """Chapters by their title, without blocks and chapters that are empty."""
+    filled = {title: [block for block in own if block] for title, own in blocks.items()}
+    return [Chapter(title, own) for title, own in filled.items() if own]
 
 
 @dataclass(frozen=True)

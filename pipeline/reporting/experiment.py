@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, starmap
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, stdev
@@ -27,15 +27,16 @@ from drover.pipeline.evaluation.significance import (
     paired,
     read_losses,
 )
-from drover.pipeline.reporting.comparison import ComparedRun, loss_charts
+from drover.pipeline.reporting.comparison import ComparedRun, loss_charts, runs_table
 from drover.pipeline.reporting.document import (
-    Chapter,
+    Block,
     Lines,
     Notice,
     ReportDocument,
     Series,
     Table,
     Tile,
+    chapters_of,
     written,
 )
 
@@ -189,12 +190,15 @@ class Experiment:
             "difference": "{difference:+.4f}", "±": "{uncertainty:.4f}"}, [*self.rows()], METHOD)
         settings = Table("Settings of the variants", {"variant": "{name}", "settings": "{settings}"}, [
             {"name": one.name, "settings": ", ".join(one.overrides)} for one in self.every])
-        chapters = {"Differences": [differences, *(
-            f"{one.name}: {self.sentence(one)}." for one in self.variants)], "Curves": [*self._curves()], "Runs": [
-            self._runs(), *(f"{one.name} with seed {seed} diverged. {reason.partition(';')[0]}."
-                            for one in self.every for seed, reason in one.diverged.items())], "Settings": [settings]}
+        diverged = (f"{one.name} with seed {seed} diverged. {reason.partition(';')[0]}."
+                    for one in self.every for seed, reason in one.diverged.items())
+        chapters: dict[str, Iterable[Block]] = {
+            "Differences": [differences, *(f"{one.name}: {self.sentence(one)}." for one in self.variants)],
+            "Curves": self._curves(),
+            "Runs": [runs_table([run for one in self.every for run in one.compared]), *diverged],
+            "Settings": [settings]}
         return ReportDocument(self.name, f"Sweep {self.folder}: {self.progress}", self.result, [*self.notices()], tiles,
-                              [*starmap(Chapter, chapters.items())])
+                              chapters_of(chapters))
 
     def _curves(self) -> Iterator[Lines]:
         """Losses over tokens."""
@@ -202,9 +206,3 @@ class Experiment:
         for field, (title, unit) in charts.items():
             yield Lines(title, unit, [one.mean_series(field, itemgetter("tokens")) for one in self.every if one.runs],
                         "Means over seeds. Bands are standard deviations.", over="tokens")
-
-    def _runs(self) -> Table:
-        """A row for each run."""
-        return Table("Runs", {"run": "{name}", "steps": "{steps:,}", "tokens": "{tokens:k}", "FLOPs": "{flops:.3g}",
-                              "training": "{train_s:s}", "bits per byte": "{bits:.4f}"}, [
-            {**run.row, "bits": bits} for one in self.every for run, bits in zip(one.compared, one.bits, strict=True)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -24,7 +24,7 @@ from drover.pipeline.evaluation.scaling import (
     fit_law,
     fit_rates,
 )
-from drover.pipeline.reporting.document import Block, Chapter, Lines, Notice, ReportDocument, Series, Table, Tile
+from drover.pipeline.reporting.document import Block, Lines, Notice, ReportDocument, Series, Table, Tile, chapters_of
 
 UNIT = "bits per byte"
 CURVE_POINTS = 50
@@ -191,14 +191,13 @@ class Ladder:
         if self.error is not None and self.outcome is not None:
             tiles += [Tile("Measured", f"{self.outcome.loss:.4f}", UNIT),
                       Tile("Error", f"{self.error:+.2%}", "of the prediction")]
-        chapters: dict[str, list[Block | None]] = {
+        chapters: dict[str, Iterable[Block | None]] = {
             "Prediction": [self._prediction_chart(), self._constants()],
             "Loss": [self._loss_chart(), self._losses()], "Learning rate": [self._rates_chart(), self._rates()]}
-        filled = {name: [block for block in blocks if block] for name, blocks in chapters.items()}
         return ReportDocument(
             title, "L(N, D) = E + A / N^a + B / D^b, fitted to the best rate of each size N and number of tokens D",
             self.sentence, [Notice("warning", note) for note in self.notes()], tiles,
-            [Chapter(name, blocks) for name, blocks in filled.items() if blocks])
+            chapters_of(chapters))
 
     def _prediction_chart(self) -> Lines:
         """The law at the target's tokens up to its parameters, and what was measured there."""

@@ -16,7 +16,7 @@ from drover.pipeline.reporting.chapters.data import data, tokenizer
 from drover.pipeline.reporting.chapters.results import export, samples, scores, tasks, validation
 from drover.pipeline.reporting.chapters.summary import notices, provenance, result, tiles
 from drover.pipeline.reporting.chapters.training import goodput, training
-from drover.pipeline.reporting.document import Chapter, Lines, ReportDocument, Series, compact, spread
+from drover.pipeline.reporting.document import Lines, ReportDocument, Series, chapters_of, compact, spread
 from drover.pipeline.reporting.facts import Facts
 
 CHAPTERS = {"Validation": validation, "Training": training, "Scores while training": scores,
@@ -40,10 +40,10 @@ DASHES = ("", "6 2", "2 2", "8 2 2 2", "4 1", "1 3", "8 2 2 2 2 2", "3 4", "12 3
 def compose(facts: Facts) -> ReportDocument:
     """The report's content."""
     name, finished = facts.config.name, facts.manifests["evaluate"].finished
-    chapters = [Chapter(title, [block for block in blocks(facts) if block]) for title, blocks in CHAPTERS.items()]
     return ReportDocument(
         facts.config.report.title or name, f"Drover run {name}, evaluated {finished[:19].replace('T', ' ')} UTC",
-        result(facts), list(notices(facts)), list(tiles(facts)), [chapter for chapter in chapters if chapter.blocks])
+        result(facts), list(notices(facts)), list(tiles(facts)),
+        chapters_of({title: blocks(facts) for title, blocks in CHAPTERS.items()}))
 
 
 def html(document: ReportDocument) -> str:

@@ -12,16 +12,12 @@ from functools import partial
 import pytest
 import yaml
 
-from drover.launch import submit
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.state import read_state
-from drover.pipeline.core.files import read_lines, remove
+from drover.pipeline.core.files import read_lines
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
-from drover.tools.verify import SCRATCH, verify
 from tests.conftest import run_stage
-from tests.cut_off import cut_off, cut_off_stage
+from tests.cut_off import cut_off_stage
 from tests.data.source_files import write_jsonl
 from tests.dirty_corpus import every_pass, write_dirty
 from tests.stages.here import run_here
@@ -190,35 +186,6 @@ def test_every_document_is_accounted_for_in_files_of_any_name(tmp_path):
     assert {split: len(own) for split, own in result.items()}.items() <= counts.items() and all(result.values())
     (tmp_path / "in" / os.fsdecode(b"caf\xe9-1.jsonl")).unlink()
     assert "t/caf\\xe9-1.jsonl is gone" in Run(load_config(config)).why("shard")
-
-
-@pytest.mark.parametrize("cleared", [0, 1, 2])
-def test_what_a_kill_leaves_of_a_finished_stage_is_removed_next(tmp_path, monkeypatch, capsys, cleared):
-    """It is killed while it clears: before all, within the staging, or behind it."""
-    def clear(folder, manifest):
-        for path in [*(folder / "staging").iterdir()][:[0, 3, None][cleared]]:
-            remove(path)
-        if cleared == 2:
-            (folder / "staging").rmdir()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    config = corpus_config(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr("drover.pipeline.contract.stage_work.clear", clear)
-        assert cut_off(lambda: run(config), tmp_path, -1) == -signal.SIGKILL
-    folder = folder_of(config)
-    scratch = [folder / name for name in read_manifest(folder).scratch]
-    left = {str(path) for place in scratch for path in (place, *place.rglob("*")) if path.is_file()}
-    assert {folder / "staging", folder / "units/read"} < {*scratch} and len(left) > 2
-    result = verify(tmp_path / "runs/a")
-    assert not result.problems and {*result.notes[SCRATCH]} == left
-    command = ["--stage", "shard", "--config", str(config), "--cluster", "local"]
-    assert submit.main([*command, "--dry-run"]) == 0 and all(map(os.path.exists, left))
-    capsys.readouterr()
-    assert submit.main(command) == 0
-    assert "removed what was left behind when it was committed: " in capsys.readouterr().out
-    assert not any(map(os.path.exists, scratch)) and hashes(folder)
-    assert read_state(folder).status == "done" and SCRATCH not in verify(tmp_path / "runs/a").notes
 
 
 @pytest.mark.parametrize("base", [pytest.param(2.0, marks=pytest.mark.slow), pytest.param(1.1, marks=pytest.mark.soak)])

@@ -112,11 +112,8 @@ def test_a_log_that_is_not_what_was_committed_is_named(recorded, file):
     with open(recorded.train / file, "ab") as log:
         log.write(b'{"torn')
     assert f"{file} has " in audit(folder).faults[0]
-    train = replace(train, outputs=[output_record(recorded.train, recorded.train / file)])
-    train.write(recorded.train)
+    replace(train, outputs=[output_record(recorded.train, recorded.train / file)]).write(recorded.train)
     assert audit(folder).faults == ["the stage train: its outputs are not those that convert was made from"]
-    replace(train, fingerprint={"inputs": {**inputs, "encode": "0" * 64}}).write(recorded.train)
-    assert "the stage encode: its outputs are not those that train was made from" in audit(folder).faults
 
 
 def test_a_run_without_steps_is_refused(tmp_path, capsys):

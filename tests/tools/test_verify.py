@@ -26,6 +26,7 @@ from drover.tools.verify import (
     FAR,
     LOGS,
     OTHERS,
+    SCRATCH,
     SIZED,
     WENT,
     Inventory,
@@ -154,6 +155,16 @@ def test_a_stage_whose_record_was_written_again_is_not_what_later_ones_used(copi
     problem, = verify(copied).problems
     assert problem.file == str(copied / stage / "manifest.json")
     assert problem.what == f"its outputs are not those that {users} made from"
+
+
+@slow
+def test_what_a_kill_left_of_a_finished_stage_is_listed(copied):
+    """The next start removes it: tests/contract/test_passes.py."""
+    left = copied / "shard/staging/x"
+    left.parent.mkdir()
+    left.touch()
+    report = verify(copied)
+    assert report.notes[SCRATCH] == [str(left)] and not report.problems
 
 
 @slow
