@@ -4,6 +4,8 @@ import gzip
 import json
 import shlex
 
+import pytest
+
 from drover.pipeline.training.profiling import ROWS
 from drover.tools.rehearse import main as rehearse
 from drover.tools.verify import main as verify
