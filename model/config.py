@@ -21,11 +21,6 @@ _WIDTH_RULE = ("ffn_dim_multiplier", "multiple_of")
 """Settings that only decide `hidden`."""
 
 
-def _added(default: Any) -> Any:
-    """A later field, whose default gives the same results as before it existed (pipeline/config/section.py)."""
-    return Field(default, json_schema_extra={"added": True})
-
-
 class RopeScaling(BaseModel):
     """Llama 3.1's stretching of the rotary wavelengths for contexts beyond those of pretraining."""
 
@@ -83,7 +78,7 @@ class ModelConfig(BaseModel):
     tied_embeddings: bool = False
     """One matrix for embedding and output (Llama 3.2 1B and 3B). Worth it while vocab_size * dim is a large
     part of all parameters."""
-    head_dim: int | None = _added(None)
+    head_dim: int | None = Field(None, json_schema_extra={"added": True})  # as by `added` of pipeline/config/section.py
     """Width of a head if it is not dim / heads. null: dim / heads."""
 
     def problems(self) -> list[str]:

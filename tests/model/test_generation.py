@@ -89,31 +89,6 @@ def test_prompts_that_cannot_be_continued_are_refused(model, prompt, words):
     assert written(model, [[0, 89] + [1] * 57], [Sampling(max_tokens=5)])
 
 
-def test_a_text_that_several_tokens_stop_leaves_the_others_alone():
-    """And texts are those of the tokens."""
-    writing = for_tokenizer(TOKENIZER_OF_BYTES).double()
-
-    def pieces(*stop):
-        texts, ends = [""] * 4, {}
-        for piece in stream(writing, TOKENIZER_OF_BYTES.token_bytes, TEXTS, [
-                Sampling(max_tokens=40, temperature=1, seed=number, stop=stop if number == 1 else ())
-                for number in range(4)]):
-            assert piece.number not in ends and (piece.text or piece.end)
-            texts[piece.number] += piece.text
-            if piece.end:
-                ends[piece.number] = piece.end
-        return texts, ends
-
-    whole, _ = pieces()
-    assert whole == [TOKENIZER_OF_BYTES.decode(generate(writing, [prompt], 40, temperature=1, top_p=1, seed=number,
-                                                        stop_ids=())[0]) for number, prompt in enumerate(TEXTS)]
-    stop = next(whole[1][start:start + 2] for start in range(8, 39) if whole[1].find(whole[1][start:start + 2]) == start
-                and "\ufffd" not in whole[1][start:start + 2])
-    texts, ends = pieces(stop)
-    assert texts == [whole[0], whole[1].partition(stop)[0], *whole[2:]]
-    assert ends == {0: "length", 1: "stop", 2: "length", 3: "length"}
-
-
 def streamed(parts, stop=()):
     """The pieces, what followed the last, and whether it was stopped."""
     text = TextStream(stop)

@@ -1,5 +1,5 @@
-"""How blocks run: compiled ones train as others do; selective
-checkpointing knows products by their names, compiled or not; what `train.attention` and `train.flash` mean to a run."""
+"""How blocks run: compiled ones train as others do; selective checkpointing knows products by their names, compiled or
+not; what `train.attention` and `train.flash` mean to a run."""
 
 from __future__ import annotations
 
