@@ -21,7 +21,6 @@ from drover.pipeline.contract.run import Run, acceptable
 from drover.pipeline.contract.stages import STAGES, before
 from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import UserError, all_problems, listed, refusals
-from drover.pipeline.data.readers import absent_columns
 from drover.pipeline.records.checkpoints import refuse_shorter
 from drover.pipeline.storage.model_hub import hub_folder, names_the_hub
 
@@ -142,9 +141,6 @@ def _refuse_absent_files(config: Config, stages: list[str]) -> None:
             continue
         reasons += [f"{stage}: the input file {path} does not exist." for _, path in files if not path.is_file()]
         reasons += [f"{stage}: {problem}" for problem in STAGES[stage].call("problems", config, otherwise=())]
-        if stage == "shard":
-            reasons += [f"{stage}: {problem}" for problem in absent_columns(
-                config.shard, [(name, str(path)) for name, path in files])]
     if reasons:
         raise UserError(all_problems(reasons, "Inputs of the stages are missing or cannot be used", len(reasons)))
 

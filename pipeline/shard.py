@@ -45,7 +45,6 @@ from drover.pipeline.data.counts import (
 from drover.pipeline.data.counts import remarks as file_remarks
 from drover.pipeline.data.documents import Rejection
 from drover.pipeline.data.filters.base import DROPPED, external_code, few_reasons, libraries, no_counts
-from drover.pipeline.data.readers import absent_columns
 from drover.pipeline.data.sources import FILTER_FILES, reading_units
 from drover.pipeline.data.text_shards import SPLITS
 
@@ -86,10 +85,8 @@ def shard(work: Work) -> None:
     if problems := [problem for name, packages in of_web.items() for package in packages
                     for problem in absent(f"the source {name}", package)]:
         raise UserError(listed(problems))
-    if problems := absent_columns(config, [(record["name"], record["path"]) for record in files]):
-        raise UserError(listed(problems))
     for source in config.sources:
-        if source.kind == "hf" and source.revision is None and not Path(source.dataset).is_dir():
+        if source.kind == "hf" and source.revision is None:
             work.say(f"warning: source {source.name} has no `revision`; Drover will not notice if {source.dataset} "
                      f"changes on the Hub")
     filters = _filters(work)
@@ -120,8 +117,7 @@ def shard(work: Work) -> None:
     written = work.run_pass("write", [Task(f"{payload['split']}-{payload['name']}", payload)
                                       for payload in decided.payloads], write_shard, "shards")
     shards = [output for record in written for output in record["outputs"]]
-    own = {source.name for source in config.sources if source.kind != "hf"}  # a library reads the others' files
-    _reconcile(counts, shards, [file for file in files if file["name"].partition("/")[0] in own])
+    _reconcile(counts, shards, files)
     contamination = []
     if searches:
         counts["contamination"], record = gather_contamination(work, searches, [own["findings"] for own in read])

@@ -27,8 +27,7 @@ from drover.pipeline.core.console import first, printable
 from drover.pipeline.core.errors import UserError, absent
 from drover.pipeline.core.folders import files_below
 from drover.pipeline.data.documents import Limit, Rejection, damage
-from drover.pipeline.data.hub import CARDS, SAVED
-from drover.pipeline.data.readers import COLUMNAR, file_records
+from drover.pipeline.data.readers import file_records
 from drover.pipeline.data.streams import PAGE, UTF8, Input, Piece, mistaken, name_as_text, utf16_order
 
 PACKED = {".gz": 3.0, ".zst": 3.0, ".parquet": 2.0}
@@ -137,7 +136,7 @@ class Corpus:
 
 EMPTY = "it is empty"
 TEST_SPLIT = "a test split, by its name: what a model is tested on, it should not learn"
-DESCRIPTIONS = ("dataset_info.json", "config.json")
+DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
 """Files in JSON that lie next to the text of data sets or weights."""
 
 
@@ -279,7 +278,7 @@ def _kind(path: Path) -> tuple[FileKind, Beginning]:
     form = own_format or "txt"
     if not path.is_file():
         raise NoTextError("a link that leads nowhere, a pipe or a device")
-    if path.name in (*CARDS, *SAVED, *DESCRIPTIONS) and form == "json":
+    if path.name in DESCRIPTIONS and form == "json":
         raise NoTextError("it describes a data set or a model")
     if path.suffix == ".env":
         raise NoTextError("settings for a shell, often with passwords and keys")
@@ -293,7 +292,7 @@ def _kind(path: Path) -> tuple[FileKind, Beginning]:
             _refuse_absent(path, _source(path))
             _refuse_mistaken(path, form, UTF8)
             return FileKind(), Beginning("", 0)
-        if form in COLUMNAR and form != "csv":
+        if form in ("parquet", "arrow"):
             return _records_kind(path, form, UTF8)
         if own_format is None:
             _refuse_mistaken(path, form, UTF8)

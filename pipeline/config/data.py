@@ -135,19 +135,18 @@ class FilesSource(Section):
 
 
 class HubSource(Section):
-    """A dataset read by `datasets.load_dataset`, from the Hugging Face Hub or from a local folder of data files."""
+    """A dataset read by `datasets.load_dataset`, from the Hugging Face Hub."""
 
     kind: Literal["hf"]
-    """A dataset of the Hugging Face Hub, or a local folder of data files."""
+    """A dataset of the Hugging Face Hub."""
     name: SourceName
     """Name of the source in folders, tables and mixtures."""
     dataset: LocalPath
-    """Hub id (`roneneldan/TinyStories`) or local path."""
+    """Hub id, as `roneneldan/TinyStories`."""
     config_name: str | None = None
     """Name of the dataset's configuration, if it has several."""
     split: str = Field("train", pattern=r"^[^\[]+$")
-    """Split to read, or several, as train+test. A part of one (train[:10%]) is not read: set `limit`. In a local
-    folder, files of other splits stop the stage unless this is set."""
+    """Split to read, or several, as train+test. A part of one (train[:10%]) is not read: set `limit`."""
     revision: str | None = None
     """Commit or tag on the Hub. Pin it: an unpinned dataset can change between two runs without notice."""
     text_field: str = "text"

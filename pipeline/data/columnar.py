@@ -39,7 +39,7 @@ def check_columns(present: list[str], source: FilesSource) -> list[str]:
     """The columns that the source names, or all if it names none; UnusableColumnsError if one is not there, or there
     twice."""
     wanted = wanted_columns(source) or present
-    if missing := [name for name in wanted if not has_column(present, name)]:
+    if missing := [name for name in wanted if _column(present, name) not in present]:
         raise UnusableColumnsError(f"no column named {', '.join(missing)}; the columns are "
                                    f"{', '.join(present) or 'none'}")
     if unclear := [name for name in wanted if present.count(_column(present, name)) > 1]:
@@ -51,17 +51,6 @@ def check_columns(present: list[str], source: FilesSource) -> list[str]:
 def _column(present: list[str], name: str) -> str:
     """The column in which a field is: that of its name, or the one with the nested field, as `content.text`."""
     return name if name in present else name.split(".")[0]
-
-
-def has_column(present: list[str], name: str) -> bool:
-    """Whether a field has a column."""
-    return _column(present, name) in present
-
-
-def stored_columns(data: Any, kind: str) -> list[str]:
-    """The columns of a Parquet or Arrow file, by its schema; one of `damage()` where it has none."""
-    import pyarrow.parquet as pq
-    return list(pq.ParquetFile(data).schema_arrow.names if kind == "parquet" else arrow_reader(data)[0].schema.names)
 
 
 def parquet_records(file: Input, source: FilesSource, limit: Limit) -> Records:

@@ -18,21 +18,18 @@ import io
 import json
 import re
 import tokenize
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from pathlib import Path, PurePath
+from collections.abc import Callable, Iterator
+from pathlib import PurePath
 from typing import IO, Any
 
 import orjson
 
-from drover.pipeline.config.data import COMPRESSIONS, FilesSource, ShardConfig, file_format
+from drover.pipeline.config.data import COMPRESSIONS, FilesSource, file_format
 from drover.pipeline.core.files import Record
 from drover.pipeline.data.columnar import (
     arrow_records,
     check_columns,
-    has_column,
     parquet_records,
-    stored_columns,
 )
 from drover.pipeline.data.documents import (
     Limit,
@@ -40,13 +37,10 @@ from drover.pipeline.data.documents import (
     Place,
     PlainText,
     Records,
-    damage,
     value_in,
-    wanted_columns,
 )
-from drover.pipeline.data.streams import HEAD, UTF8, Input, Piece, map_file, mistaken, separated
+from drover.pipeline.data.streams import HEAD, UTF8, Input, mistaken, separated
 from drover.pipeline.data.warc import warc_records
-from drover.pipeline.storage.store import is_url
 
 CHUNK = 1 << 20
 """Characters of a JSON file read at a time."""
@@ -56,8 +50,6 @@ _COMMAS = re.compile(r"[ \t\r\n\ufeff\x1e,]*")
 the record separators of JSON text sequences."""
 WRAPPINGS = 8
 """Objects in one another that are searched for the list of a file's records."""
-COLUMNAR = ("csv", "parquet", "arrow")
-"""Formats that say once for a whole file which fields its records have."""
 _DELIMITER = re.compile(rb"(?:\xef\xbb\xbf)?sep=([\t,;:|^~#])\r?\n", re.I)
 """A first line that names the delimiter, for Excel."""
 LONGEST_TOKEN = 100
@@ -87,58 +79,6 @@ def file_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     elif kind == "txt" or head != b"":
         file.head = head or b""
         yield from FORMATS[kind](file, source, limit)
-
-
-def column_names(path: str, source: FilesSource) -> list[str] | None:
-    """The columns that a file of one of the COLUMNAR formats says it has, without reading what is in them; none if it
-    is empty. None where that cannot be seen so: it is an object, damaged, packed or something else than its name says.
-    """
-    kind = file_format(PurePath(path), source.format)
-    if is_url(path) or kind not in COLUMNAR:
-        return None
-    with suppress(*damage()):
-        file = Input(Piece.of(Path(path)), source.encoding)
-        if not file.piece.bytes:
-            return []
-        instead, head = mistaken(file, kind)
-        if instead is not None:
-            return None
-        if kind == "csv":
-            file.head = head or b""
-            with _text(file) as stream:
-                return next(filter(None, _csv_reader(file, source, _csv_lines(stream, Limit(1.0), [0]))), None)
-        if not file.compression:
-            with map_file(path) as data:
-                return stored_columns(data, kind)
-    return None
-
-
-def absent_columns(config: ShardConfig, files: Sequence[tuple[str, str]]) -> list[str]:
-    """What sources name as columns and none of their files has, as sentences. files: name, and path or URL.
-
-    Only where all files of a source have columns that can be seen without reading them (CSV, Parquet, Arrow on this
-    machine): as many are looked at as it takes to find each column once.
-    """
-    problems = []
-    for source in config.sources:
-        if not isinstance(source, FilesSource):
-            continue
-        absent = wanted_columns(source)
-        present = list[str]()
-        own = [path for name, path in files if name.startswith(f"{source.name}/")]
-        for path in own:
-            names = column_names(path, source)
-            if names == []:
-                continue
-            present = names or []
-            absent = [] if names is None else [name for name in absent if not has_column(names, name)]
-            if not absent:
-                break
-        if own and absent:
-            problems.append(f"source {source.name}: none of its {len(own):,} files has a column named "
-                            f"{', '.join(absent)}; the columns of {PurePath(own[-1]).name} are "
-                            f"{', '.join(present) or 'none'}. Correct text_field, id_field, meta_fields or delimiter.")
-    return problems
 
 
 def python_records(file: Input, limit: Limit) -> Records:

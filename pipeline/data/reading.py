@@ -58,8 +58,8 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
 
     Returns the counts `read`, `documents` (staged), `empty`, `rejected`, `lost` (files that break off) and `html`, of
     documents that begin as a page (PAGE) after the filters; those of `filters` (see `Chain`), its `card` (see
-    `DataCard`), `inputs` (of each file or part: path, name, bytes, mtime_ns and sha256, see `Input.record`; but for
-    `kind: hf` what became of it, see `FileRead`), the files as `outputs`, the staged documents first, and `fields`: in
+    `DataCard`), `inputs` (of each file or part: path, name, bytes, mtime_ns and sha256, see `Input.record`, and
+    what became of it, see `FileRead`), the files as `outputs`, the staged documents first, and `fields`: in
     how many of the documents that could be read each meta field is that the source names.
 
     Raises:
@@ -150,19 +150,17 @@ def _documents(source: Source, payload: dict[str, Any], seen: Callable[[dict[str
     if isinstance(source, HubSource):
         yield from extraction.documents(_document(source, source.split, number, row, limit, fields)
                                         for number, row in hub_rows(source))
+        return
     for piece in (Piece(**piece) for piece in payload["pieces"]):
         try:
             file = Input(piece, getattr(source, "encoding", UTF8))
-            if not isinstance(source, HubSource):  # whose own library has read them
-                records = python_records(file, limit) if isinstance(source, StdlibSource) else \
-                    file_records(file, source, limit)
-                for item in extraction.documents(file_items(source, file, records, limit, fields)):
-                    file.about.count(item)
-                    yield item
-                file.about.lost_bytes = file.on_disk(file.about.lost_bytes)
-                seen({**file.record(), **file.about.record()})
-            else:
-                seen(file.record())
+            records = python_records(file, limit) if isinstance(source, StdlibSource) else \
+                file_records(file, source, limit)
+            for item in extraction.documents(file_items(source, file, records, limit, fields)):
+                file.about.count(item)
+                yield item
+            file.about.lost_bytes = file.on_disk(file.about.lost_bytes)
+            seen({**file.record(), **file.about.record()})
         except (Missing, Changed) as error:
             raise UserError(f"source {source.name}: {error} It has changed since the stage shard began. Let nobody "
                             f"write there, and run the same command again: it reads what is there then.") from None

@@ -32,7 +32,6 @@ from drover.pipeline.core.errors import AbsentInputError, UserError, all_problem
 from drover.pipeline.core.files import Record
 from drover.pipeline.core.folders import matches, once
 from drover.pipeline.data.filters.base import Filter
-from drover.pipeline.data.hub import folder_files
 from drover.pipeline.data.readers import FORMATS, divisible
 from drover.pipeline.data.streams import Piece, name_as_text
 from drover.pipeline.storage.object_files import InputFile, ObjectFile, find
@@ -54,7 +53,7 @@ EXAMPLE_UNITS = 1000
 def input_files(config: Config) -> list[tuple[str, InputFile]]:
     """All files that the sources read, as (`<source>/<path below the source's common folder>`, path or object).
 
-    A dataset that is downloaded from the Hub has none; one in a folder here has its files.
+    A dataset of the Hub has none.
 
     Raises:
         AbsentInputError: naming all that cannot be read: globs without a match, folders that are closed, unknown
@@ -86,8 +85,8 @@ def reading_units(config: ShardConfig, files: Sequence[ListedFile]) -> list[Reco
     `LEAST_PART`) of a file that is more than twice as large, or a dataset of `kind: hf`. The cut depends on the files'
     names, sizes and formats alone, never on who reads them; no file is opened for it.
 
-    A payload has `name`, `source`, `max_document_mb` and `pieces`, each the fields of a `Piece`; those of a dataset are
-    its own files, where they lie here. With filters it has `examples`, too, for the first EXAMPLE_UNITS of a source.
+    A payload has `name`, `source`, `max_document_mb` and `pieces`, each the fields of a `Piece`; a dataset has none.
+    With filters it has `examples`, too, for the first EXAMPLE_UNITS of a source.
 
     files: their records (`inputs.listed_files`), those of a source sorted by name.
     """
@@ -97,8 +96,7 @@ def reading_units(config: ShardConfig, files: Sequence[ListedFile]) -> list[Reco
     units: list[Record] = []
     for source in config.sources:
         pieces = of_source[source.name]
-        groups = [pieces] if isinstance(source, HubSource) else \
-            _groups(pieces, source, config.shard_mb * 1e6)
+        groups = [[]] if isinstance(source, HubSource) else _groups(pieces, source, config.shard_mb * 1e6)
         settings = source.model_dump(mode="json")
         for index, group in enumerate(groups):
             units.append({"name": f"{source.name}-{index:05d}", "source": settings,
@@ -113,7 +111,9 @@ def _paths(source: Source) -> tuple[Sequence[InputFile], list[str]]:
     if isinstance(source, StdlibSource):
         return _stdlib_paths(), []
     if isinstance(source, HubSource):
-        return _dataset_paths(source)
+        return [], [f"source {source.name}: {source.dataset} is on this machine. Read its files with `kind: files`, as "
+                    f"paths: [{source.dataset}/**/*.parquet]."] if Path(source.dataset).exists() or \
+            source.dataset.startswith(("/", ".", "~")) else []
     files, problems = matching(source.name, source.paths, source.exclude)
     if any(isinstance(path, ObjectFile) for path in files) and any(isinstance(path, Path) for path in files):
         problems.append(f"source {source.name}: `paths` has files of this machine and objects of a store, which no "
@@ -130,18 +130,6 @@ def _paths(source: Source) -> tuple[Sequence[InputFile], list[str]]:
                         f"`paths`, or use the endings .{', .'.join(FORMATS)}, each also with "
                         f"{' or '.join(COMPRESSIONS)}.")
     return files, problems
-
-
-def _dataset_paths(source: HubSource) -> tuple[list[Path], list[str]]:
-    folder = Path(source.dataset)
-    if not folder.is_dir():
-        is_path = folder.exists() or source.dataset.startswith(("/", ".", "~"))
-        return [], [f"source {source.name}: {source.dataset} is no folder. Give a folder of data files or the id of a "
-                    f"dataset on the Hub; single files are read with `kind: files`."] if is_path else []
-    try:
-        return folder_files(source, folder.absolute()), []
-    except UserError as error:
-        return [], [str(error)]
 
 
 def _stdlib_paths() -> list[Path]:

@@ -1,8 +1,6 @@
 """Which files a source has, what they are called and in which order they are read."""
 
-import json
 import re
-import shutil
 import sysconfig
 
 import pytest
@@ -14,17 +12,16 @@ from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.data.sources import input_files, reading_units
 from drover.pipeline.storage.object_files import find
 from tests.data.source_files import (
-    COMPRESS,
     RECORDS,
     config_of,
     files_source,
-    lost,
     payload_of,
     read,
+    separated,
     texts,
     write_jsonl,
 )
-from tests.refusal import refused, table
+from tests.refusal import refused
 
 
 def names(*sources):
@@ -121,81 +118,34 @@ def test_a_file_that_vanishes_is_not_taken_for_a_broken_one(tmp_path):
     refused(UserError, r"f\.jsonl cannot be read: No such file", list, unit_documents(payload))
     refused(UserError, r"f\.jsonl cannot be read: No such file", listed_files, files)
 
-def hub_source(folder, **fields):
-    return HubSource(kind="hf", name="h", dataset=str(folder), **fields)
+
+@pytest.fixture
+def hub_source(tmp_path):
+    """Function: a source of the kind hf. The library reads a folder as it reads the Hub."""
+    return lambda **fields: HubSource(kind="hf", name="h", dataset=str(tmp_path), **fields)
 
 
-@pytest.fixture(scope="module")
-def dataset_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("dataset")
+def hub_documents(source):
+    return separated(unit_documents({"source": source.model_dump(), "max_document_mb": 1.0, "pieces": []}))
+
+
+def test_a_dataset_of_the_hub_is_read_or_it_is_told_why_not(tmp_path, hub_source):
     for part in range(2):
-        write_jsonl(folder / f"part-{part}.jsonl", [{"text": f"text {part} {row}", "stars": row} for row in range(20)])
-    return folder
+        write_jsonl(tmp_path / f"part-{part}.jsonl", [{"text": f"<p>{part} {row}", "stars": row} for row in range(20)])
+    documents, rejections = hub_documents(hub_source(meta_fields=["stars"], limit=30))
+    assert texts(documents) == [f"<p>{part} {row}" for part in range(2) for row in range(20)][:30] and not rejections
+    assert (documents[29].id, documents[29].meta) == ("train:30", {"stars": 9})
+    assert texts(hub_documents(hub_source(html="fields", limit=1))[0]) == ["0 0"]
+    refused(UserError, r"no column 'body'.*text, stars", hub_documents, hub_source(text_field="body"))
+    refused(UserError, r"(?s)split='nosplit'.*failed", hub_documents, hub_source(split="nosplit"))
+    (tmp_path / "part-1.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    refused(UserError, r"JSON parse error.*kind: files", hub_documents, hub_source())
+    for path in tmp_path.iterdir():
+        path.rename(path.with_suffix(".txt"))
+    refused(UserError, r"each line a document.*kind: files", hub_documents, hub_source())
 
 
-def test_a_local_hugging_face_dataset(dataset_folder):
-    source = hub_source(dataset_folder, meta_fields=["stars"], limit=30)
-    documents, rejections = read(source)
-    assert texts(documents) == [f"text {part} {row}" for part in range(2) for row in range(20)][:30]
-    assert lost(rejections) == [] and documents[29].id == "train:30" and documents[29].meta == {"stars": 9}
-    assert names(source) == ["h/part-0.jsonl", "h/part-1.jsonl"]
-
-
-@pytest.mark.parametrize(("files", "fields", "unread"), table("""
-    part-train-0.jsonl part-test-0.jsonl eval_notes.jsonl -> {} -> eval_notes.jsonl, part-test-0.jsonl
-    a.jsonl b.jsonl c.csv -> {"split": "train"} -> c.csv
-    train/a.jsonl dev/x.jsonl LICENSE README.md .git/config -> {} -> dev/x.jsonl
-    a.jsonl notes.doc -> {} -> notes.doc
-    a.jsonl link/b.jsonl -> {"split": "train"} -> link/b.jsonl""", str.split, json.loads))
-def test_files_that_the_library_leaves_out_stop_the_stage(tmp_path, files, fields, unread):
-    for name in files:
-        write_jsonl((tmp_path / "elsewhere" if "link" in name else tmp_path / "d") / name, [{"text": name}])
-    if "link" in unread:
-        (tmp_path / "d/link").symlink_to(tmp_path / "elsewhere/link")
-    refused(UserError, re.escape(f"({unread}): it takes splits"), names, hub_source(tmp_path / "d", **fields))
-
-
-def test_other_splits_and_configurations_may_be_left_out_by_name(tmp_path, monkeypatch):
-    for name in ("one/train.jsonl", "one/test.jsonl", "two.jsonl"):
-        write_jsonl(tmp_path / name, [{"text": name}])
-    refused(UserError, "1 of the 3 files.*two.jsonl", names, hub_source(tmp_path, split="train"))
-    (tmp_path / "two.jsonl").rename(tmp_path / "one/train-2.jsonl")
-    refused(UserError, r"\(one/test.jsonl\).*or leave the other splits out with `split: train`", names,
-            hub_source(tmp_path))
-    assert names(hub_source(tmp_path, split="train")) == ["h/train-2.jsonl", "h/train.jsonl"]
-    (tmp_path / "one/train-2.jsonl").rename(tmp_path / "two.jsonl")
-    (tmp_path / "README.md").write_text("---\nconfigs:\n- {config_name: a, data_files: [{split: train, path: one/*}]}\n"
-                                        "- {config_name: b, data_files: two.jsonl}\n---\n")
-    assert names(hub_source(tmp_path, config_name="b")) == ["h/README.md", "h/two.jsonl"]
-    assert texts(read(hub_source(tmp_path, config_name="b"))[0]) == ["two.jsonl"]
-    refused(UserError, "(?s)Config name is missing.*kind: files", names, hub_source(tmp_path))
-
-
-@pytest.mark.parametrize("name", ["p.txt", "sub/p.txt.gz"])
-def test_text_files_and_saved_datasets_are_not_read_by_the_library(tmp_path, name):
-    import datasets
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_bytes(COMPRESS[".gz" * name.endswith("gz")](b"a\n\nb"))
-    refused(UserError, r"each line a document.*kind: files", names, hub_source(tmp_path))
-    for saved in (data := datasets.Dataset.from_dict({"text": ["a"]})), datasets.DatasetDict({"train": data}):
-        saved.save_to_disk(tmp_path / "saved")
-        message = refused(UserError, "written by save_to_disk", names, hub_source(tmp_path / "saved"))
-        assert texts(read(re.search(r"\[(.*)\]", message)[1])[0]) == ["a"]
-        shutil.rmtree(tmp_path / "saved")
-
-
-def test_a_hugging_face_dataset_that_cannot_be_loaded_says_so(dataset_folder, tmp_path):
-    refused(UserError, r"no column 'body'.*text, stars", read, hub_source(dataset_folder, text_field="body"))
-    refused(UserError, r"(?s)split='nosplit'.*failed", read, hub_source(dataset_folder, split="nosplit"))
-    (tmp_path / "f.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    refused(UserError, r"JSON parse error.*kind: files", read, hub_source(tmp_path))
-
-
-def test_a_local_dataset_that_is_not_there_is_refused_first(tmp_path):
-    (tmp_path / "f.jsonl").write_text("{}")
-    for name in (tmp_path / "gone", tmp_path / "f.jsonl"):
-        refused(UserError, r"is no folder.*kind: files", names, hub_source(name))
-    (tmp_path / "bare/.hidden").mkdir(parents=True)
-    (tmp_path / "bare/.hidden/f.jsonl").write_text("{}")
-    refused(UserError, "holds no files", names, hub_source(tmp_path / "bare"))
-    assert names(hub_source("someone/something")) == []
+def test_files_of_this_machine_are_not_read_as_of_the_hub(tmp_path, hub_source):
+    refused(UserError, rf"is on this machine. Read its files with `kind: files`, as paths: \[{tmp_path}", names,
+            hub_source())
+    assert names(HubSource(kind="hf", name="h", dataset="someone/something")) == []

@@ -10,7 +10,6 @@ import pytest
 import trafilatura
 from resiliparse.extract.html2text import extract_plain_text
 
-from drover.pipeline.config.data import HubSource
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data import extraction
 from drover.pipeline.data.documents import Document, Limit, Page, Rejection
@@ -65,14 +64,6 @@ def test_what_a_page_says_fills_the_fields_that_a_record_lacks(tmp_path):
     assert [own.meta for own in documents] == [{"title": title, "url": "u", "language": "en"}
                                                for title in ("Given", "Own")]
     assert fields == {"title": 2, "url": 2, "language": 2}
-
-
-def test_a_column_of_a_data_set_is_extracted(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", [{"text": f"<p>{number}<b>bold"} for number in range(3)])
-    source = {"kind": "hf", "name": "h", "dataset": str(tmp_path)}
-    for html, end in (("pages", "<b>bold"), ("fields", "bold")):
-        documents, _ = read(HubSource(**source, html=html))
-        assert [own.text.removeprefix("<p>") for own in documents] == [f"{number}{end}" for number in range(3)]
 
 
 @pytest.mark.parametrize(("encoding", "meta"), [
