@@ -228,12 +228,9 @@ def _document(source: Source, name: str, place: Place, record: Any, limit: Limit
         reason = limit.reason
     except UnicodeEncodeError:
         broken = _broken_field(document, getattr(source, "id_field", None))
-        if isinstance(record, PlainText) and "\0" in record:
-            reason = "binary data, not text: NUL bytes and broken UTF-8"
-        else:
-            encoding = UTF8 if file is None else file.encoding
-            reason = (f"{broken}bytes that {encoding} has not, or half of a surrogate pair, as the escape \\ud83d; "
-                      f"correct the source's `encoding`, or the file (iconv -f latin1 -t utf-8, where it is Latin-1)")
+        encoding = UTF8 if file is None else file.encoding
+        reason = (f"{broken}bytes that {encoding} has not, or half of a surrogate pair, as the escape \\ud83d; "
+                  f"correct the source's `encoding`, or the file (iconv -f latin1 -t utf-8, where it is Latin-1)")
     except TypeError as error:
         reason = str(error)
     except RecursionError:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.files import read_lines
 from drover.pipeline.data.counts import (
-    EXAMPLE_CHARACTERS,
     MOST_LANGUAGES,
     MOST_REASONS,
     DataCard,
@@ -138,14 +137,6 @@ def test_a_separator_that_does_not_occur_is_named(tmp_path):
         assert list(remarks(files_source(tmp_path, separator="||"), some)) == [line]
 
 
-@pytest.mark.parametrize("text", ["a||", "a||b", "||", "\ufeffa||"])
-def test_a_separator_anywhere_is_one(tmp_path, text):
-    (tmp_path / "f.txt").write_text(text)
-    assert about(tmp_path / "f.txt", separator="||").separated
-    (tmp_path / "f.txt").write_text(text.replace("||", "|"))
-    assert about(tmp_path / "f.txt", separator="||").separated is False
-
-
 def record_of(events, examples):
     """The record of a card; events: (what became of a document, its text). It was dropped for a filter and reason, or
     kept, changed or not."""
@@ -157,16 +148,6 @@ def record_of(events, examples):
         else:
             card.drop(Dropped(own, *what))
     return json.loads(json.dumps(card.record()))
-
-
-def test_a_card_counts_what_was_kept_and_shows_what_was_dropped():
-    long = [f"text {number} " + "y" * 200 for number in range(4)]
-    kept = [(False, "a"), (True, "éé"), *((False, "x" * size) for size in (4, 7, 8))]
-    dropped = [*((("short", "too short"), text) for text in long), (("long", "too long"), "z")]
-    assert record_of(enumerate([*dropped, *kept]), 2) == {
-        "documents": 5, "changed": 1, "bytes": 24, "examples": {
-            "short": {"too short": [{"id": f"a.jsonl:{number}", "text": long[number][:EXAMPLE_CHARACTERS] + "…"}
-                                    for number in (0, 1)]}, "long": {"too long": [{"id": "a.jsonl:4", "text": "z"}]}}}
 
 
 @settings(max_examples=60)

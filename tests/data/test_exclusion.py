@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drover.pipeline.data.exclusion import Excluded, format_ranges, ranges_of, sample_numbers
-from tests.refusal import refused
+from drover.pipeline.data.exclusion import Excluded, ranges_of, sample_numbers
 
 RANGES = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)).map(lambda item: (item[0], item[0] + item[1])),
                   max_size=6)
@@ -15,12 +14,6 @@ def allowed(ranges, cursor, count):
     """The plain way: go through the numbers one by one, more than any count and ranges reach."""
     return [number for number in range(cursor, 1000)
             if not any(first <= number < end for first, end in ranges)][:count]
-
-
-def test_ranges_are_sorted_merged_and_checked():
-    assert Excluded([(9, 12), [3, 5], (5, 7), (4, 4), (10, 11), (6, 7)]).ranges == ((3, 7), (9, 12))
-    assert format_ranges([(304, 320), (328, 336)]) == "[304, 320) and [328, 336)"
-    refused(AssertionError, r"\[5, 3\) is no range", Excluded, [(5, 3)])
 
 
 @given(ranges=RANGES, cursor=st.integers(0, 250), counts=st.lists(st.integers(0, 60), min_size=1, max_size=5))

@@ -173,14 +173,6 @@ def test_files_and_entries_are_bounded_whatever_is_read(tmp_path, opened):
     assert open_files() == before
 
 
-def test_a_record_that_contradicts_itself_is_named(tmp_path):
-    [record] = write_shards(tmp_path, [("train/web-00000", DOCUMENTS)])
-    for name in ("docs", "tokens", "keys_offset"):
-        shard = TokenShard(tmp_path / record["path"], {**record, name: 10**15})
-        refused(UserError, "web-00000.arrow is too small for the documents that its manifest lists",
-                lambda shard=shard: (shard.tokens(0, shard.token_count), shard.keys(0, shard.documents)))
-
-
 def test_a_shard_that_is_cut_is_told_at_the_first_read_and_by_its_size(tmp_path):
     records = make_shards(tmp_path, 10)
     table, path = ShardTable.of(records), tmp_path / records[1]["path"]

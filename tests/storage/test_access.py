@@ -1,9 +1,7 @@
 """How a store is found and entered: URLs, addresses, keys; what is told where that fails."""
 
 import os
-import re
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -52,26 +50,11 @@ def test_a_store_that_cannot_be_reached_is_told(failing, monkeypatch):
     refused(UserError, rf"{failing.url}.*failed.*can be reached.*{failing.address}", list, Store(failing.url).list())
 
 
-@pytest.mark.parametrize("url, names", table("""
-    s3://bucket -> AWS_ACCESS_KEY_ID
-    az://box -> AZURE_STORAGE_ACCOUNT_KEY
-    gs://bucket -> GOOGLE_APPLICATION_CREDENTIALS"""))
-def test_it_is_told_how_keys_are_set_where_neither_the_environment_nor_the_machine_has_some(url, names):
-    response = ("Error performing token request: Error performing GET http://169.254.169.254/x in 2s - HTTP error: "
-                "timeout")
-    error = clouds.Cloud._failed(SimpleNamespace(_kind=clouds._kind(url)), f"{url}/x", "read", OSError(response))
-    assert re.fullmatch(rf"{url}/x: read was refused: .*Set or correct .*{names}.*\.", str(error))
-
-
 @pytest.fixture
 def nothing_set(monkeypatch):
     for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_"))]:
         monkeypatch.delenv(name)
     return monkeypatch
-
-
-def test_an_azure_account_that_is_not_named_is_asked_for(nothing_set):
-    refused(UserError, r"Account must be specified.*AZURE_STORAGE_ACCOUNT_NAME", Store("az://box").head, "az")
 
 
 def test_a_file_of_googles_keys_that_cannot_be_used_is_named(monkeypatch, tmp_path):

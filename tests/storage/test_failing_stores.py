@@ -6,9 +6,8 @@ import pytest
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.storage import clouds
-from drover.pipeline.storage import store as stores
 from drover.pipeline.storage.clouds import Cloud
-from drover.pipeline.storage.store import Changed, Store, preflight
+from drover.pipeline.storage.store import Store, preflight
 from tests.refusal import refused
 
 
@@ -58,21 +57,6 @@ def test_a_late_answer_is_waited_for_and_a_server_that_hangs_is_given_up(failing
     clouds._opened.cache_clear()
     failing.fail("delay", times=10, method="GET", path="x", seconds=3)
     refused(UserError, "read failed", store.read, "x")
-
-
-def test_an_object_that_is_replaced_while_it_is_read_is_refused(store, big, tmp_path, monkeypatch):
-    monkeypatch.setattr(stores, "AHEAD", 1)
-    store.put("big", big)
-    read = Store.read
-
-    def replacing(self, path, start=0, stop=None, **more):
-        data = read(self, path, start, stop, **more)
-        if start == 0:
-            store.put("big", big[::-1])
-        return data
-    monkeypatch.setattr(Store, "read", replacing)
-    refused(Changed, "big", store.fetch, "big", tmp_path / "target")
-    assert not (tmp_path / "target").exists()
 
 
 @pytest.mark.parametrize("spoil, says", [

@@ -10,9 +10,8 @@ import pytest
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Ledger, output_record
-from drover.pipeline.storage.mirror import COPY, OWNER, DamagedCopyError, Mirror, Owner, copy_files, fetch_copy
+from drover.pipeline.storage.mirror import COPY, OWNER, DamagedCopyError, Mirror, Owner, copy_files
 from drover.pipeline.storage.store import Missing, Store
-from drover.pipeline.training.uploads import CopiedCheckpoints, StoredCopies
 from tests.refusal import refused
 
 
@@ -157,13 +156,6 @@ def test_a_process_that_lost_the_place_finishes_no_copy(store, copy, monkeypatch
     refused(Missing, COPY, Mirror(store).read)
 
 
-def test_a_place_without_a_finished_copy_gives_none(store, copy, tmp_path):
-    """What a finished one gives, tests/stages/test_convert.py shows."""
-    copy()
-    store.delete([COPY])
-    refused(UserError, "holds no finished copy", fetch_copy, store.url, tmp_path / "there")
-
-
 @pytest.mark.parametrize(("change", "message"), [
     (lambda path: path.write_bytes(bytes([9]) * 6000), "is not what was written: sha256"),
     (lambda path: path.write_bytes(b"x"), "has 1 bytes instead of 6,000"), (Path.unlink, "is missing")])
@@ -191,16 +183,3 @@ def listing(path):
 def test_a_list_that_is_torn_or_names_files_outside_of_its_folder_is_damaged(store, content, message):
     store.put(COPY, content)
     refused(DamagedCopyError, message, Mirror(store).read)
-
-
-def test_without_its_list_there_is_no_copy_and_the_newest_and_the_permanent_ones_stay(store):
-    copies, unfinished = CopiedCheckpoints(store), {7: ["step-00000007/a", "step-00000007/b/c"]}
-    for path in ("step-0000000x/a", "other", *unfinished[7], *(f"step-{step:08d}/a" for step in (4, 8, 12, 16, 20))):
-        store.put(path, b"")
-    for step in (4, 8, 12, 16, 20):
-        copies.of(step).finish("", [])
-    assert copies.list() == StoredCopies([4, 8, 12, 16, 20], unfinished)
-    copies.prune(1, 8)
-    assert copies.list() == StoredCopies([8, 16, 20], unfinished)
-    copies.prune(2, None)
-    assert copies.list() == StoredCopies([16, 20], unfinished)

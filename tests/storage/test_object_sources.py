@@ -18,7 +18,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.data import sources
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.storage import store as stores
-from drover.pipeline.storage.object_files import content_number, find, matches
+from drover.pipeline.storage.object_files import find, matches
 from drover.pipeline.storage.store import Store
 from tests.conftest import slow
 from tests.data.source_files import batch, config_of, lines, write_batches
@@ -216,8 +216,3 @@ def test_a_name_with_wildcards_that_is_there_is_meant(checking):
     for pattern, name in (("a[1].txt", "a[1].txt"), ("a[12].txt", "a1.txt"), ("b", "b/x.txt"), ("b/", "b/x.txt")):
         assert [object_file.url for object_file in find(checking.url_of(pattern))] == [checking.url_of(name)]
     refused(UserError, "no object", find, checking.url_of("a"))
-
-
-def test_the_number_of_a_content_follows_the_etag():
-    assert content_number('"a"', 1.0) == content_number('"a"', 2.0) != content_number('"b"', 1.0)
-    assert content_number("", 1.5) == 1_500_000_000 and content_number('"a"', 0) < 2 ** 48

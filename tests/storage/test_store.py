@@ -6,13 +6,8 @@ from contextlib import suppress
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.storage.mirror import Owner
-from drover.pipeline.storage.store import Changed, Exists, Missing, Store, is_url, preflight
+from drover.pipeline.storage.store import Changed, Exists, Missing, Store, preflight
 from tests.refusal import refused
-
-
-def test_what_is_a_url():
-    assert all(map(is_url, ("s3://bucket/a", "hf://datasets/x", "file:///a")))
-    assert not any(map(is_url, ("/a/b", "a:b", "texts/*.txt", "C:/a", "://a", "~/x")))
 
 
 def test_objects_are_listed_in_the_order_of_their_paths_read_replaced_and_deleted(store, tmp_path):

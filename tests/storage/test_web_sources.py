@@ -1,6 +1,5 @@
 """Sources on a web server: the same shards as of the same files on a disk, or a refusal by name."""
 
-from pathlib import Path
 from urllib.parse import quote
 
 import pytest
@@ -10,9 +9,7 @@ from drover.pipeline.contract.inputs import listed_files
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data import sources
 from drover.pipeline.data.reading import unit_documents
-from drover.pipeline.storage import store as stores
 from drover.pipeline.storage.object_files import find
-from drover.pipeline.storage.store import Store
 from tests.crawl import write_crawl
 from tests.data.source_files import config_of
 from tests.object_store import Fault, hurry, refuse, served, set_environment
@@ -141,9 +138,3 @@ def test_a_server_that_sends_whole_files_in_place_of_parts_is_refused(site):
     site.odd = "without ranges"
     refused(UserError, f"{site.url_of('a.jsonl')}: the server does not send parts.*Download", list,
             unit_documents(units[0]))
-
-
-def test_names_that_addresses_quote_are_read_from_folders_as_stores_too(tmp_path):
-    Path(tmp_path, "a b%20.txt").write_bytes(b"text")
-    assert [own.read(0, 4) for own in find(f"file://{tmp_path}/a b%2520.txt")] == [b"text"]
-    assert stores.is_url(Store("https://host/a").url)

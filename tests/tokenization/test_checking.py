@@ -6,7 +6,6 @@ from tokenizers.normalizers import NFC, Lowercase, Strip
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.documents import Document
-from drover.pipeline.tokenization import checking
 from drover.pipeline.tokenization.checking import check, refuse_failures
 from drover.pipeline.tokenization.conversion import open_tokenizer, write_hugging_face
 from tests.refusal import refused
@@ -26,22 +25,6 @@ def exported(tmp_path):
 def checked(vocabulary, exported, *texts):
     return check((Document(text, "web", f"page-{number}", {}) for number, text in enumerate(texts)), vocabulary,
                  exported)
-
-
-def test_numbers_of_a_source(vocabularies, exported):
-    vocabulary = vocabularies["char"]
-    tally = checked(vocabulary, exported(vocabulary), "ab cd", "漢 x\0")["tally"]
-    assert {name: count for name, count in tally.items() if count} == {
-        "documents": 2, "text_bytes": 11, "characters": 9, "words": 4, "tokens": 5 + 3 + 2 + 1,
-        "fallback_tokens": 3 + 1}
-    refuse_failures(tally, [])
-
-
-def test_of_a_very_long_document_the_beginning_is_checked(vocabularies, exported, monkeypatch):
-    vocabulary, text = vocabularies["bpe"], "漢字 and words, 😀\n" * 40
-    monkeypatch.setattr(checking, "PIECE", 100)
-    tally = checked(vocabulary, exported(vocabulary), text, "short")["tally"]
-    assert (tally["documents"], tally["cut_documents"], tally["characters"]) == (2, 1, 105)
 
 
 def test_an_export_with_other_ids_or_without_bos_is_refused(vocabularies, exported):

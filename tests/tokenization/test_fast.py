@@ -10,9 +10,8 @@ from drover.pipeline.tokenization import tokenizer as tokenizers
 from drover.pipeline.tokenization.checking import compared
 from drover.pipeline.tokenization.conversion import open_tokenizer, write_hugging_face
 from drover.pipeline.tokenization.files import write_record
-from drover.pipeline.tokenization.tokenizer import EncoderError, FastEncoder, byte_of_character, joined, odd_strings
+from drover.pipeline.tokenization.tokenizer import FastEncoder, byte_of_character, joined, odd_strings
 from drover.pipeline.tokenization.training import train_sentencepiece
-from tests.refusal import refused
 from tests.tokenization.conftest import ODD_TEXTS
 
 pytest.importorskip("fastokens")
@@ -73,11 +72,3 @@ def test_a_wrong_encoder_does_not_come_through_the_gate(monkeypatch, vocabularie
     monkeypatch.setattr(tokenizers, "_opened", lambda path: SimpleNamespace(encode_batch_flat=encode_batch_flat))
     result = compared(vocabulary, folders["tiktoken"], folders["tiktoken"], [])
     assert result["problem"].startswith("fastokens cannot be used: ") and problem in result["problem"]
-
-
-@pytest.mark.parametrize("offsets", [[0], [0, 1, 2], [0, 1]])
-def test_offsets_that_are_not_those_of_the_texts_are_refused(monkeypatch, vocabularies, folders, offsets):
-    flat = [np.array([5, 6], "<u4").tobytes(), np.array(offsets, "<u8").tobytes()]
-    monkeypatch.setattr(tokenizers, "_opened", lambda path: SimpleNamespace(encode_batch_flat=lambda *_: flat))
-    refused(EncoderError, f"gave {len(offsets)} offsets up to .* for 1 texts",
-            FastEncoder(vocabularies["tiktoken"], folders["tiktoken"]).encode_flat, ["text"])

@@ -2,13 +2,11 @@
 rule and chat template."""
 
 import json
-import os
 import shutil
 from types import SimpleNamespace
 
 import pytest
-from tokenizers import AddedToken, models
-from tokenizers import Tokenizer as Backend
+from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
 from drover.launch import checks
@@ -42,23 +40,6 @@ def test_another_file_than_the_recorded_one_is_refused(folders, tmp_path):
     refused(UserError, "missing", load_tokenizer, place)
     (place / "vocabulary.json").unlink()
     refused(UserError, "--stage tokenizer", load_tokenizer, place)
-
-
-def test_a_folder_whose_name_is_not_utf_8_is_read(folders, tmp_path):
-    place = shutil.copytree(folders["byte"], tmp_path / os.fsdecode(b"caf\xe9"))
-    assert load_tokenizer(place).encode("a") == [97]
-
-
-@pytest.mark.parametrize(("second", "problem"), [("##b", ""), ("b", "the merge .* has not the prefix '##'")])
-def test_merges_with_a_prefix_are_read_where_each_has_it(tmp_path, second, problem):
-    path = tmp_path / "tokenizer.json"
-    vocab = {name: token for token, name in enumerate(["<s>", "</s>", "a", second, "ab"])}
-    write_json(path, {**json.loads(Backend(models.BPE({}, [])).to_str()), "model": {
-        "type": "BPE", "vocab": vocab, "merges": [["a", second]], "continuing_subword_prefix": "##"}})
-    if problem:
-        refused(UserError, problem, open_tokenizer, "huggingface", path)
-    else:
-        assert open_tokenizer("huggingface", path).encode("ab") == [4]
 
 
 def test_a_broken_rank_file_names_the_line(tmp_path):

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drover.pipeline.tokenization.conversion import open_tokenizer
-from drover.pipeline.tokenization.tokenizer import BOS, EOS, SPECIAL_TOKENS, WORD_MARK, reads_back
+from drover.pipeline.tokenization.tokenizer import BOS, EOS, SPECIAL_TOKENS, WORD_MARK
 from tests.refusal import refused
 from tests.tokenization.conftest import KINDS, ODD_TEXTS
 
@@ -117,7 +117,3 @@ def test_characters_are_sorted_and_unknown_ones_are_bytes(vocabularies, texts):
     ids = vocabulary.encode("漢")
     assert [vocabulary.token_bytes(token) for token in ids] == [b"\xe6", b"\xbc", b"\xa2"]
     assert set(ids) <= vocabulary.byte_fallback_ids
-
-
-def test_only_the_word_mark_may_come_back_as_a_space():
-    assert reads_back("a\u2581b", "a b") and not reads_back("a\u2581b", "a  b") and not reads_back("a b", "ab")

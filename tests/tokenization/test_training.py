@@ -14,9 +14,7 @@ from drover.pipeline.tokenization.conversion import open_tokenizer, read_ranks
 from drover.pipeline.tokenization.tokenizer import SPECIAL_TOKENS
 from drover.pipeline.tokenization.training import (
     COVER,
-    MOST_LOOKED_AT,
     Sample,
-    beginnings_by_source,
     chunked,
     sampled,
     text_bytes,
@@ -47,14 +45,6 @@ def test_what_is_read_does_not_grow_with_the_corpus():
     places = [records.index(record) for record in chosen]
     assert places == sorted(places)
     assert min(sum(low <= place < low + 4500 for place in places) for low in range(0, 18_000, 4500)) > len(places) / 10
-
-
-def test_held_out_text_is_checked_up_to_a_bound_in_each_source():
-    records = shards(web=1000, code=1)
-    result = beginnings_by_source(records, 64 * MB)
-    assert [limit for record, limit in result if record["source"] == "code"] == [None]
-    limits = [limit for record, limit in result if record["source"] == "web"]
-    assert len(limits) == MOST_LOOKED_AT and set(limits) == {64 * MB // MOST_LOOKED_AT}
 
 
 @given(st.text("ab\n ü漢", max_size=200).map(lambda text: text * 97))

@@ -11,7 +11,6 @@ import pytest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import sha256_file
 from drover.pipeline.data.documents import Document
-from drover.tools.classifier import documents as texts_of
 from drover.tools.classifier import main
 from tests.data.filters.test_kinds import MODELS, TWO, made
 from tests.data.planning.staged_corpora import cut_into
@@ -87,13 +86,6 @@ def test_the_best_share_of_a_source_is_kept_after_deduplication(tmp_path, monkey
     assert hashes(folder_of(config, "three")) == hashes(folder_of(config, "hash"))
 
 
-def test_a_share_of_equal_documents_is_kept_where_duplicates_stay(tmp_path):
-    write_jsonl(tmp_path / "f.jsonl", [{"text": "a text", "stars": 1}] * 10)
-    source = files_source("web", tmp_path / "f.jsonl", meta_fields=["stars"], keep={"by": "stars", "share": 0.4})
-    config = write_config(tmp_path, [source], drop_duplicates=False, validation_rule="tail", validation_share=0.5)
-    assert finished(config).counts["dropped"] == {"duplicate": 0, "low_score": 6, "empty": 0}
-
-
 def test_a_score_that_no_document_has_is_refused(tmp_path, capsys):
     source = files_source("web", tmp_path / "f.txt", keep={"by": "stars", "share": 0.5})
     (tmp_path / "f.txt").write_text("a text")
@@ -162,11 +154,6 @@ def test_a_model_of_one_s_own_is_made_and_measured(tmp_path, capsys):
     own = scored(tmp_path / "two.bin", "good")
     assert own.score("the sun and the sea") > 0.9 > 0.1 > own.score("the mud and the fog")
     assert "two.bin exists already" in printed(capsys, main, *again, expect=2)
-
-
-def test_pages_are_read_as_shard_reads_them(tmp_path):
-    write_jsonl(tmp_path / "f.jsonl", [{"html": "<html><p>A day at the sea."}] * 2)
-    assert [*texts_of("good", [str(tmp_path / "f.jsonl")], "html")] == ["A day at the sea."] * 2
 
 
 def test_too_few_documents_are_refused(tmp_path, capsys):

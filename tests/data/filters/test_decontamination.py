@@ -120,15 +120,6 @@ def test_a_field_may_be_a_list_a_number_or_within_another(tmp_path, name, fields
     assert own.findings() == {"set": {"": 1, f"{name}:1": 1}}
 
 
-@pytest.mark.parametrize("name", ["set.jsonl", "set.csv", "set.parquet", "set.arrow"])
-def test_words_of_a_task_that_are_no_columns_are_words(tmp_path, name):
-    write_sets(tmp_path)
-    task = tmp_path / "task.yaml"
-    task.write_text(f"dataset_kwargs: {{data_files: {{test: {name}}}}}\n"
-                    "doc_to_text: 'Question: {{question}} Answer:'\ndoc_to_target: '{{answer}}'\n")
-    assert outcome(filter_of((task, [])), f"{ITEM} six legs") == "contains items of task"
-
-
 def test_a_flagged_document_names_tasks_and_items_and_keeps_its_text(tmp_path):
     many = tmp_path / "many.jsonl"
     write_jsonl(many, [{"text": ITEM}] * (MOST_IN_META + 2))
@@ -166,13 +157,6 @@ def test_files_that_are_no_sets_are_refused(tmp_path, name, content, fields, mes
     (tmp_path / name).write_text(content)
     with pytest.raises((UserError, ValidationError), match=message):
         filter_of((tmp_path / name, fields)).open()
-
-
-def test_equal_names_in_one_task_are_refused(tmp_path):
-    for folder in ("one", "two"):
-        write_sets(tmp_path / folder)
-    with pytest.raises(UserError, match=r"set\.jsonl:1 of the task set twice"):
-        filter_of(*((tmp_path / folder / "set.jsonl", ["question"]) for folder in ("one", "two"))).open()
 
 
 @pytest.fixture

@@ -77,11 +77,6 @@ def test_the_manifest_has_a_card_of_each_source_and_its_examples_change_no_shard
     assert read_manifest(report) is None, "it shows what was dropped as well"
 
 
-def test_dropped_documents_are_not_kept_unasked(done):
-    assert finished(done.config, "shard.keep_dropped=false", name="c").counts == done.counts
-    assert not (folder_of(done.config, "c") / "dropped").exists()
-
-
 MINE = '''
 from dataclasses import replace
 from pydantic import model_validator

@@ -20,7 +20,6 @@ from tests.data.source_files import (
     read,
     texts,
     write_batches,
-    write_jsonl,
 )
 
 
@@ -80,14 +79,6 @@ def test_a_field_that_cannot_be_kept_is_named(tmp_path):
         "in the field 'm': ", "in the field 'name': ", ""]
     assert [own.reason for own in rejections[3:]] == ["the field 'name' is null, not text or a whole number",
                                                       "a field that is kept as meta is nested too deeply"]
-
-
-def test_a_record_without_text_is_named_by_its_url(tmp_path):
-    write_jsonl(tmp_path / "f.jsonl", [
-        {"text": None, "url": "http://x/1"}, {"text": None, "url": 5}, {"url": "http://x/3"}])
-    for fields, urls in ({"meta_fields": ["url"]}, ["http://x/1", "", "http://x/3"]), ({}, ["", "", ""]):
-        _, rejections = read(files_source(tmp_path / "f.jsonl", **fields))
-        assert [json.loads(own.line())["url"] for own in rejections] == urls
 
 
 def test_csv_rows_of_other_length_and_an_open_quote(tmp_path):

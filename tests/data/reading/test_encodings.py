@@ -10,7 +10,7 @@ import zstandard
 
 from drover.pipeline.data import streams
 from drover.pipeline.data.streams import recoder
-from tests.data.source_files import COMPRESS, batch, file_bytes, files_source, lines, read, texts, write_batches
+from tests.data.source_files import COMPRESS, file_bytes, files_source, lines, read, texts
 
 WORDS = ["größer ü", "“naïve” €", "ein\nzwei"]
 
@@ -64,11 +64,6 @@ def test_any_bytes_are_recoded_wherever_they_are_cut(encoding):
         recode(data, True)
 
 
-def test_parquet_has_its_own_encoding(tmp_path):
-    write_batches(tmp_path / "f.parquet", batch(("text", ["größer"])))
-    assert texts(read(files_source(tmp_path / "f.parquet", encoding="utf-16"))[0]) == ["größer"]
-
-
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
 GZIPPED, ZSTD = gzip.compress(LINES, mtime=0), zstandard.compress(LINES)
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
@@ -118,10 +113,3 @@ def test_what_is_right_is_read(tmp_path, name, data, wanted):
 def test_pages_are_read_as_they_are_where_they_are_to_be_kept(tmp_path, name):
     (tmp_path / name).write_bytes(gzip.compress(b"<html>") if name.endswith(".gz") else b"<html>")
     assert texts(read(files_source(tmp_path / name, html="keep"))[0]) == ["<html>"]
-
-
-def test_a_document_that_is_binary_further_on_is_not_taken_for_latin_1(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"x" * 5000 + b"\n\n\0\xff\0" + b"\n\ncaf\xe9")
-    _, rejections = read(files_source(tmp_path / "a.txt", separator="\n\n"))
-    assert ["binary" in rejection.reason for rejection in rejections] == [True, False]
-    assert "iconv -f latin1" in rejections[1].reason

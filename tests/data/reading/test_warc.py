@@ -84,11 +84,6 @@ def test_responses_with_pages_are_read_and_the_rest_is_counted(tmp_path, gzipped
         remarks(files_source(path), files))
 
 
-def test_the_markup_is_kept_where_a_source_says_so(tmp_path):
-    (tmp_path / "a.warc.gz").write_bytes(archive(*RESPONSES[:2]))
-    assert texts(read(files_source(tmp_path / "a.warc.gz", html="keep"))[0]) == [PAGE] * 2
-
-
 def test_texts_of_wet_files_are_taken_as_they_are(tmp_path):
     pages = ["1 < 2\n\n  indented <b>", "橋は閉鎖された。"]
     (tmp_path / "a.warc.wet.gz").write_bytes(wet(*pages))
@@ -114,14 +109,6 @@ def test_headers_may_be_spelled_and_end_in_other_ways(tmp_path, end, length):
     documents, rejections = read(tmp_path / "a.warc")
     assert texts(documents) == ["Café"] * 2 and rejections == []
     assert documents[1].meta["url"] == "http://a/"
-
-
-def test_a_record_that_is_longer_than_the_file_is_rejected(tmp_path):
-    whole = record("resource", "text/plain", b"words")
-    (tmp_path / "a.warc").write_bytes(whole + whole.replace(b": 5", b": 5" + b"0" * 30))
-    documents, [rejection] = read(tmp_path / "a.warc")
-    assert texts(documents) == ["words"] and "longer than shard.max_document_mb" in rejection.reason
-    assert rejection.lost_bytes < len(whole)
 
 
 @pytest.mark.parametrize("kind", ["resource", "conversion"])
@@ -161,16 +148,6 @@ def test_pages_that_the_crawler_cut_are_kept_and_counted(tmp_path):
     [document], _ = separated(unit_documents(payload_of(tmp_path / "a.warc"), inputs.append))
     assert document.meta["truncated"] == "length"
     assert any("1 pages were truncated" in own for own in remarks(files_source("a"), files_read(inputs)))
-
-
-def test_what_cannot_be_decoded_costs_only_its_record(tmp_path):
-    bad = [("gzip", b"no gzip data", "text/html", {"Content-Encoding": "gzip"}),
-           ("chunked", UTF8, "text/html", {"Transfer-Encoding": "chunked"})]
-    (tmp_path / "a.warc.gz").write_bytes(archive(RESPONSES[0], *bad, RESPONSES[1]))
-    documents, rejections = read(tmp_path / "a.warc.gz")
-    assert texts(documents) == ["Café"] * 2 and lost(rejections) == [(5, False), (7, False)]
-    assert all(own.reason.startswith("the response cannot be decoded: ") and len(own.reason) < 200
-               for own in rejections)
 
 
 def test_a_record_that_is_too_long_also_unpacked_is_rejected(tmp_path):

@@ -51,20 +51,6 @@ def test_every_share_is_met_in_every_period(exponents, seed):
         assert result.quotas[used].min() >= LEAST and np.abs(counts[used] / wanted[used] - 1).max() <= 1 / LEAST
 
 
-def test_each_source_is_gone_through_exactly():
-    """Over three periods every sequence of a source comes once an epoch, each epoch in an order of its own."""
-    tokens, shares, period = (300_000, 51, 101), (1, 1e-4, 7e-5), 2**17
-    result, samples = order_of(shares, tokens), 3 * period + 5
-    assert result._mixes[0].period == period
-    pool, epoch, _, sequence = result.locate(np.arange(samples))
-    for index, share in enumerate(np.array(shares) / sum(shares)):
-        here, count = pool == index, (tokens[index] - 1) // 10
-        assert abs(here.sum() - share * samples) <= 5
-        assert np.array_equal(np.sort(epoch[here]), np.arange(here.sum()) // count)
-        own, another = (sequence[here & (epoch == number)] for number in (0, 1))
-        assert np.array_equal(np.sort(own), np.arange(count)) and own.tolist() != another.tolist()
-
-
 def test_the_plan_hash_knows_every_ingredient():
     def packed(*counts, identity=""):
         return SimpleNamespace(segments=lambda length: [Segment(0, count, 9 * count, identity) for count in counts])
