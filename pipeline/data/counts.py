@@ -90,12 +90,10 @@ class FileRead:
 
 
 def files_read(inputs: Iterable[Record]) -> list[FileRead]:
-    """The files in the order of `inputs`, the units' records of files and of parts of them; without those that a
-    dataset's own library has read."""
+    """The files in the order of `inputs`, the units' records of files and of parts of them."""
     result: dict[str, FileRead] = {}
     for part in inputs:
-        if "source" in part:
-            result.setdefault(part["name"], FileRead(part["source"], part["file"], part["bytes"])).add(part)
+        result.setdefault(part["name"], FileRead(part["source"], part["file"], part["bytes"])).add(part)
     return list(result.values())
 
 

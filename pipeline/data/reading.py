@@ -235,8 +235,7 @@ def _document(source: Source, name: str, place: Place, record: Any, limit: Limit
         reason = str(error)
     except RecursionError:
         reason = "a field that is kept as meta is nested too deeply"
-    url = record.get("url") if isinstance(record, dict) and "url" in getattr(source, "meta_fields", ()) else None
-    return replace(none, reason=reason, url=url if isinstance(url, str) else "")
+    return replace(none, reason=reason)
 
 
 def _broken_field(document: Document, id_field: str | None) -> str:

@@ -104,7 +104,8 @@ def read_shard(folder: Path, record: TextRecord, only: Collection[int] | None = 
                 raise UserError(f"{path} is damaged: the text of the document {document.id} does not have the hash "
                                 f"that its name {document.key} says. {_FIX}")
             yield document
-    _refuse_other_count(path, count, record["docs"])
+    if count != record["docs"]:
+        raise UserError(f"{path} holds {count} documents instead of {record['docs']}. {_FIX}")
 
 
 def _members(file: IO[bytes], path: Path) -> Iterator[tuple[str, bytes]]:
@@ -133,11 +134,10 @@ def read_texts(folder: Path, record: TextRecord, batch_bytes: int) -> Iterator[T
     is hashed first, so texts are not compared with their keys.
 
     Raises:
-        UserError: the file is missing, is not what was committed, or holds another number of documents.
+        UserError: the file is missing, or is not what was committed.
     """
     refuse_changed_shard(folder, record)
     path = folder / record["path"]
-    count = 0
     size = 0
     batch = Texts([], [], [])
     with _open(path) as file:
@@ -147,19 +147,12 @@ def read_texts(folder: Path, record: TextRecord, batch_bytes: int) -> Iterator[T
             batch.texts.append(text)
             batch.lengths.append(encoded)
             batch.keys.append(key)
-            count += 1
             size += encoded
             if size >= batch_bytes:
                 yield batch
                 batch, size = Texts([], [], []), 0
-    _refuse_other_count(path, count, record["docs"])
     if batch.texts:
         yield batch
-
-
-def _refuse_other_count(path: Path, count: int, wanted: int) -> None:
-    if count != wanted:
-        raise UserError(f"{path} holds {count} documents instead of {wanted}. {_FIX}")
 
 
 def _open(path: Path) -> IO[bytes]:

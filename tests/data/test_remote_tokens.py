@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.data.remote_tokens import download_shards, recorded_shards, shard_folder, upload_shards
+from drover.pipeline.data.remote_tokens import download_shards, shard_folder, upload_shards
 from drover.pipeline.data.token_shards import ShardTable
 from drover.pipeline.storage.mirror import COPY
 from drover.pipeline.storage.store import Store
@@ -98,10 +98,3 @@ def test_a_folder_that_is_somebody_else_s_or_none_is_refused(made, tmp_path):
     made.there.unlink()
     made.there.write_text("a file")
     refused(UserError, r"cannot be kept in .*Give a train\.tokens_folder", download, made)
-
-
-def test_a_downloaded_shard_that_is_damaged_later_is_named_with_its_node(made):
-    download(made)
-    expected, = recorded_shards(made.work, made.table, [4])
-    assert expected.path == made.there / made.records[4]["path"] and expected.sha256 == made.records[4]["sha256"]
-    assert expected.origin.startswith("on ") and "downloaded again" in expected.fix

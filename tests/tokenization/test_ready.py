@@ -3,7 +3,6 @@ rule and chat template."""
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 from tokenizers import AddedToken
@@ -17,7 +16,7 @@ from drover.pipeline.core.files import write_json
 from drover.pipeline.storage.model_hub import hub_folder
 from drover.pipeline.tokenization import checking
 from drover.pipeline.tokenization.conversion import open_tokenizer, ready_problems
-from drover.pipeline.tokenization.files import input_files, ready_file, vocabulary_record
+from drover.pipeline.tokenization.files import input_files, vocabulary_record
 from drover.pipeline.tokenization.tokenizer import load_tokenizer
 from drover.pipeline.tokenizer import make
 from tests.hub_server import hub  # noqa: F401 - a fixture
@@ -117,15 +116,6 @@ def test_the_export_is_the_original_and_has_the_ids_that_train(source, tmp_path)
     assert (tokenizer.bounds, tokenizer.size % 128) == ((SPECIAL[0], SPECIAL[4]), 0)
     assert checked(tokenizer, exported, *ODD_TEXTS, "<think>hm</think>", "a<|eot_id|>b")["failures"] == []
     assert tokenizer.special_tokens["<|eot_id|>"] not in tokenizer.encode("a<|eot_id|>b")
-
-
-def test_a_folder_stands_for_the_file_of_its_kind_and_settings_beside_it_are_inputs(tmp_path, files):
-    assert ready_file(TokenizerConfig(kind="tiktoken", path=str(files["tiktoken"].parent))) == files["tiktoken"]
-    assert ready_file(TokenizerConfig(kind="tiktoken", path=str(files["tiktoken"]))) == files["tiktoken"]
-    beside = tmp_path / "tokenizer_config.json"
-    beside.write_text("{}")
-    config = SimpleNamespace(tokenizer=SimpleNamespace(kind="huggingface", path=str(tmp_path)))
-    assert input_files(config) == [("tokenizer", tmp_path / "tokenizer.json"), ("tokenizer_config", beside)]
 
 
 @pytest.mark.parametrize(("kind", "file"), table("""

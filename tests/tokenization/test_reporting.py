@@ -5,11 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.manifest import Manifest
-from drover.pipeline.reporting.chapters.data import data
-from drover.pipeline.reporting.facts import Facts
-from drover.pipeline.tokenization.reporting import outliers, rare_counts, warnings
+from drover.pipeline.tokenization.reporting import outliers, rare_counts
 
 REPORT = {"total": {"unknown_share": 0.0, "fallback_share": 0.02},
           "sources": {"a": {"unknown_share": 0.0, "fallback_share": 0.02},
@@ -34,13 +30,3 @@ def test_an_outlier_has_more_than_three_times_the_share_and_one_percent_more(unk
     for source in ("a", "b", "not in the report"):  # without a figure of its own, that of all
         result = outliers([record("x", unknown, fallback, source), record("y", 0, 20)], REPORT)
         assert [one["kind"] for one in result] == kinds
-
-
-def test_outliers_are_printed_and_reported():
-    result = outliers([record(f"train/{number}.arrow", 0, 200) for number in range(30)], REPORT)
-    lines = warnings(result)
-    assert len(lines) == 6 and "train/0.arrow: 20.00% byte-fallback ids, 2.00%" in lines[0] and "25 more" in lines[-1]
-    encode = Manifest("encode", {}, [], {"rare_ids": {"outliers": result}}, "")
-    assert [block for block in data(Facts(Config(), {"shard": Manifest("shard", {}, [], {}, ""), "encode": encode}))
-            if block] == lines
-    assert warnings([]) == []

@@ -60,6 +60,8 @@ def test_counts_add_up_and_are_printed(done):
             assert passed["reasons"] == Counter(line["reason"] for line in mine)
     dropped = counts["dropped"]
     assert counts["documents_in"] == 2 * 6 * 103 and min(dropped["repetition"], dropped["long"], dropped["length"]) > 5
+    assert sum(card["documents"] for card in counts["cards"].values()) == sum(
+        counts[split] for split in ("train", "validation")) + dropped["duplicate"]
     assert dropped["duplicate"] == 11  # equal once they are masked, over files and sources
     assert counts["filters"]["masking"] == {"documents": 0, "bytes": 0, "changed": 2 * 6 * 21, "reasons": {}}
     assert f"filter long: {dropped['long']:,} documents (" in done.logged and "252 changed" in done.logged

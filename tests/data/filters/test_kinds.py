@@ -173,15 +173,6 @@ def test_documents_of_mixed_languages_are_judged_by_their_lines(outcomes):
         assert outcome(own, text) == (reason and f"fewer than {reason} of the characters in wanted languages")
 
 
-def test_what_is_no_model_is_refused(tmp_path):
-    pytest.importorskip("fasttext", reason="of the extra `clean`")
-    path = tmp_path / "lid.ftz"
-    own = made(kind="language", path=str(path), languages=["en"])
-    refused(UserError, "is not there", own.open)
-    path.write_text("no model")
-    refused(UserError, "is no fastText model", own.open)
-
-
 @pytest.mark.parametrize(("text", "repaired"), [
     ("schÃ¶n", "schön"), ("â€œHello,â€\x9d he said", "“Hello,” he said"), ("schön “so” ﬁn ２ \r\n\x01", None),
     ("&amp; stays", None), ("L&AMP;AMP;ATILDE;", None)])

@@ -14,10 +14,7 @@ from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
 from drover.pipeline.data.counts import files_read, passed_over, remarks
-from drover.pipeline.data.documents import Limit, damage
 from drover.pipeline.data.reading import unit_documents
-from drover.pipeline.data.streams import Input, Piece
-from drover.pipeline.data.warc import warc_records
 from tests.data.source_files import files_source, lost, payload_of, read, separated, texts
 
 CHUNKED = b"7\r\n<p>Caf\xc3\r\n5\r\n\xa9</p>\r\n0\r\n\r\n"
@@ -163,19 +160,14 @@ def test_a_file_that_breaks_off_anywhere_is_damaged_from_there(tmp_path, gzipped
     path = tmp_path / f"a.warc{'.gz' * gzipped}"
     data = archive(*RESPONSES[:3], gzipped=gzipped)
     borders = [found.start() for found in re.finditer(b"\x1f\x8b\x08" if gzipped else b"WARC/1", data)]
-    found = set()
-    for cut in range(30, len(data), 53):
-        if any(border - 5 < cut < border + 5 for border in borders):
-            continue
-        path.write_bytes(data[:cut])
-        pages = 0
-        with pytest.raises(damage()):
-            for _ in warc_records(Input(Piece.of(path)), files_source(path), Limit(1.0)):
-                pages += 1
-        found.add(pages)
-    assert found >= {0, 1, 2}
-    documents, [rejection] = read(path)
-    assert len(documents) == pages and rejection.lost
+    seen = set()
+    for cut in range(30, len(data), 211):
+        if not any(border - 5 < cut < border + 5 for border in borders):
+            path.write_bytes(data[:cut])
+            documents, [rejection] = read(path)
+            seen.add(len(documents))
+            assert rejection.lost
+    assert seen >= {0, 1, 2}
 
 
 def test_files_that_were_appended_to_one_another_are_read_to_the_end(tmp_path):
