@@ -6,7 +6,6 @@ Texts stay on disk. What is read is hashed on the way, so that the stage knows o
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -227,25 +226,14 @@ def _document(source: Source, name: str, place: Place, record: Any, limit: Limit
             return document, member
         reason = limit.reason
     except UnicodeEncodeError:
-        broken = _broken_field(document, getattr(source, "id_field", None))
         encoding = UTF8 if file is None else file.encoding
-        reason = (f"{broken}bytes that {encoding} has not, or half of a surrogate pair, as the escape \\ud83d; "
+        reason = (f"bytes that {encoding} has not, or half of a surrogate pair, as the escape \\ud83d; "
                   f"correct the source's `encoding`, or the file (iconv -f latin1 -t utf-8, where it is Latin-1)")
     except TypeError as error:
         reason = str(error)
     except RecursionError:
         reason = "a field that is kept as meta is nested too deeply"
     return replace(none, reason=reason)
-
-
-def _broken_field(document: Document, id_field: str | None) -> str:
-    """Names the field that is not valid Unicode, as the beginning of a reason; empty if it is the text."""
-    for name, value in (("", document.text), (id_field, document.id), *document.meta.items()):
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            return f"in the field '{name}': " if name else ""
-    return ""
 
 
 def _from_fields(source: FilesSource | HubSource, where: str, record: Any) -> Document:

@@ -1,13 +1,9 @@
-"""What is counted of a source: files, bytes and documents add up, and what was not read is named; cards do not depend
-on how the source was cut, and stay small."""
+"""What is counted of a source: files, bytes and documents add up, and what was not read is named; cards stay small."""
 
 import gzip
 import json
-from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.files import read_lines
@@ -133,21 +129,6 @@ def record_of(events, examples):
         else:
             card.drop(Dropped(own, *what))
     return json.loads(json.dumps(card.record()))
-
-
-@settings(max_examples=60)
-@given(st.lists(st.tuples(st.booleans() | st.tuples(st.sampled_from("ab"), st.sampled_from("xyz")),
-                          st.text("xé", min_size=1, max_size=9))),
-       st.lists(st.integers(0, 30), max_size=4), st.integers(0, 3))
-def test_a_source_has_one_card_however_it_is_cut_into_units(events, borders, examples):
-    def card(*borders):
-        return source_card([{"card": record_of(numbered[start:end], examples), "findings": {
-            "language": {"languages": {"en": end - start}}, "other": {"tasks": {"t": 1}}} if end > start else {}}
-            for start, end in pairwise(borders)], examples)
-    numbered = list(enumerate(events))
-    undivided = card(0, len(events))
-    assert card(*sorted([0, *(min(border, len(events)) for border in borders), len(events)])) == undivided
-    assert not events or undivided["languages"] == {"language": {"en": len(events)}}
 
 
 def test_cards_stay_small():

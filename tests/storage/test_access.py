@@ -57,12 +57,6 @@ def nothing_set(monkeypatch):
     return monkeypatch
 
 
-def test_a_file_of_googles_keys_that_cannot_be_used_is_named(monkeypatch, tmp_path):
-    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "absent.json"))
-    refused(UserError, rf"gs://bucket cannot be opened.*{tmp_path}/absent\.json.*GOOGLE_APPL",
-            Store("gs://bucket").head, "x")
-
-
 def test_keys_are_taken_from_the_files_of_other_programs_also_where_they_are_renewed(nothing_set, tmp_path):
     keys, settings = tmp_path / "credentials", tmp_path / "config"
     nothing_set.setenv("AWS_SHARED_CREDENTIALS_FILE", str(keys))

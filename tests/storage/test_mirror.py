@@ -120,19 +120,6 @@ def test_a_place_of_somebody_else_is_left_as_it_is(store, copy):
     assert objects(store) == before
 
 
-def test_the_last_process_that_claims_a_place_has_it(store):
-    first, second = Owner(store), Owner(store)
-    first.claim(name="mini", id="1")
-    refused(UserError, r"process \d+ on .* took it over", second.claim, name="mini", id="2")
-    again = Owner(store)
-    assert again.content["id"] == "1"
-    again.claim(name="mini", id="1")
-    refused(UserError, r"process \d+ on .* took it over", first.refuse_lost)
-    again.refuse_lost()
-    store.delete([OWNER])
-    refused(UserError, r"owner\.json was removed", again.refuse_lost)
-
-
 def test_a_claim_whose_answer_was_lost_is_ours(store, monkeypatch):
     put = Store.put
 

@@ -12,7 +12,6 @@ from drover.launch import checks
 from drover.pipeline.config.data import TokenizerConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import write_json
 from drover.pipeline.storage.model_hub import hub_folder
 from drover.pipeline.tokenization import checking
 from drover.pipeline.tokenization.conversion import open_tokenizer, ready_problems
@@ -53,14 +52,6 @@ def test_a_file_of_another_kind_is_named(tmp_path, kind):
     path = tmp_path / "file"
     path.write_text("{}\n")
     refused(UserError, str(path), open_tokenizer, kind, path)
-
-
-def test_a_token_far_beyond_the_others_is_refused(tmp_path, byte_level):
-    content = json.loads(byte_level.to_str())
-    content["model"]["vocab"].update({"<s>": 1000, "</s>": 1001, "a far one": 1_500_000_000})
-    write_json(tmp_path / "tokenizer.json", content)
-    refused(UserError, "'a far one' has the id 1,500,000,000: a model would need", open_tokenizer, "huggingface",
-            tmp_path / "tokenizer.json")
 
 
 @pytest.mark.parametrize(("tokens", "settings", "bounds"), table("""

@@ -108,12 +108,3 @@ def test_the_size_is_padded_and_padding_stands_for_nothing(vocabularies, kind):
     assert all(vocabulary.token_bytes(token) == b"" for token in silent)
     assert vocabulary.decode([*silent, *vocabulary.encode("text"), *silent]) == "text"
     refused(ValueError, "is not an id of this", vocabulary.decode, [0, vocabulary.size])
-
-
-def test_characters_are_sorted_and_unknown_ones_are_bytes(vocabularies, texts):
-    vocabulary = vocabularies["char"]
-    known = sorted(set().union(*texts))
-    assert vocabulary.encode("".join(known)) == list(range(len(known)))
-    ids = vocabulary.encode("漢")
-    assert [vocabulary.token_bytes(token) for token in ids] == [b"\xe6", b"\xbc", b"\xa2"]
-    assert set(ids) <= vocabulary.byte_fallback_ids

@@ -159,6 +159,13 @@ def test_files_that_are_no_sets_are_refused(tmp_path, name, content, fields, mes
         filter_of((tmp_path / name, fields)).open()
 
 
+def test_equal_names_in_one_task_are_refused(tmp_path):
+    for folder in ("one", "two"):
+        write_sets(tmp_path / folder)
+    with pytest.raises(UserError, match=r"set\.jsonl:1 of the task set twice"):
+        filter_of(*((tmp_path / folder / "set.jsonl", ["question"]) for folder in ("one", "two"))).open()
+
+
 @pytest.fixture
 def corpus(tmp_path):
     """Documents in several units, some of which hold an item; and their configuration."""
