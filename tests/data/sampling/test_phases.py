@@ -119,8 +119,8 @@ def test_the_past_does_not_depend_on_what_is_to_come(tmp_path_factory, packed, d
 @given(documents=DOCUMENTS, phases=plans(), data=st.data())
 @settings(max_examples=25)
 def test_batches_are_the_same_after_rollbacks_and_restarts(tmp_path_factory, packed, documents, phases, data):
-    """Steps one after another, any of them by a new process, and rollbacks at random: nothing before a rollback moves,
-    and what was trained on and left out is counted. test_exclusion.py splits a step between ranks."""
+    """Steps one after another, any of them by a new process, and rollbacks at random: nothing before a rollback moves.
+    test_exclusion.py splits a step between ranks."""
     folder = tmp_path_factory.mktemp("shards")
     table, plan = write_numbered(folder, documents), plan_of(phases)
     result = training_data(folder, table, packed=packed, plan=plan)
