@@ -24,7 +24,6 @@ from drover.pipeline.data.documents import (
     damage,
     raise_unless_damage,
     value_in,
-    wanted_columns,
 )
 from drover.pipeline.data.streams import Input, arrow_reader, map_file
 from drover.pipeline.storage.object_files import ObjectFile
@@ -38,7 +37,9 @@ TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary",
 def check_columns(present: list[str], source: FilesSource) -> list[str]:
     """The columns that the source names, or all if it names none; UnusableColumnsError if one is not there, or there
     twice."""
-    wanted = wanted_columns(source) or present
+    # Items of evaluation sets have no text_field.
+    named = filter(None, (source.text_field, source.id_field, *source.meta_fields))
+    wanted = list(dict.fromkeys(named)) or present
     if missing := [name for name in wanted if _column(present, name) not in present]:
         raise UnusableColumnsError(f"no column named {', '.join(missing)}; the columns are "
                                    f"{', '.join(present) or 'none'}")

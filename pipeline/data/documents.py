@@ -11,15 +11,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
 from drover.pipeline.core.errors import is_full_disk
 from drover.pipeline.core.files import Record
-
-if TYPE_CHECKING:
-    from drover.pipeline.config.data import FilesSource
 
 Place = int | str | None
 """1-based line or record number; in a part of a file, the text after the `@` of an id; None for the whole file."""
@@ -232,8 +229,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, int) and value.bit_length() > 63:
         return str(value)
     return value if value is None or isinstance(value, (str, int, float)) else str(value)
-
-
-def wanted_columns(source: FilesSource) -> list[str]:
-    """The columns that a source names, each once. Items of evaluation sets have no text_field: it is ""."""
-    return list(dict.fromkeys(filter(None, (source.text_field, source.id_field, *source.meta_fields))))

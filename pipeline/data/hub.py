@@ -10,19 +10,6 @@ from drover.pipeline.config.data import HubSource
 from drover.pipeline.core.errors import UnusableInputError, UserError
 
 
-def _call(source: HubSource) -> str:
-    return f"load_dataset({source.dataset!r}, {source.config_name!r}, split={source.split!r})"
-
-
-def _failure(source: HubSource, error: Exception, done: int = 0) -> UserError:
-    """What a user reads about an error of the library, whatever it is, after so many records."""
-    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-    return UserError(f"source {source.name}: {_call(source)} failed{f' after {done:,} records' if done else ''}: "
-                     f"{reason}. Check the dataset's name, `config_name` and `split`, and the network (or "
-                     f"HF_HUB_OFFLINE with a filled cache), and run the stage again; or download its files and read "
-                     f"them by `kind: files`, which names broken records and keeps the others.")
-
-
 def hub_rows(source: HubSource) -> Iterator[tuple[int, Any]]:
     """The rows of a Hugging Face dataset with their numbers, from 1.
 
@@ -51,4 +38,9 @@ def hub_rows(source: HubSource) -> Iterator[tuple[int, Any]]:
     except UserError:
         raise
     except Exception as error:
-        raise _failure(source, error, number) from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        raise UserError(f"source {source.name}: load_dataset({source.dataset!r}, {source.config_name!r}, "
+                        f"split={source.split!r}) failed after {number:,} records: {reason}. Check the dataset's name, "
+                        f"`config_name` and `split`, and the network (or HF_HUB_OFFLINE with a filled cache), and run "
+                        f"the stage again; or download its files and read them by `kind: files`, which names broken "
+                        f"records and keeps the others.") from error
