@@ -49,7 +49,7 @@ def test_requirements_have_bounds_and_a_version_that_the_tests_were_run_with(ext
     shard -> shard.filters=[{kind: language, path: x, languages: [en]}] -> fasttext -> clean
     shard -> shard.sources=[{kind: files, name: a, paths: [a/*.html]}] -> resiliparse -> web
     shard -> shard.sources=[{kind: files, name: a, paths: [a.warc.gz]}] -> fastwarc -> web
-    shard -> shard.sources=[{kind: hf, name: a, dataset: b, html: fields, extractor: trafilatura}] -> trafilatura -> web
+    shard -> shard.sources=[{kind: files,name: a,paths: [b],html: fields, extractor: trafilatura}] -> trafilatura -> web
     train -> train.log_to=[wandb] -> wandb -> wandb
     train -> parallel.engine=deepspeed -> deepspeed -> deepspeed
     evaluate -> evaluate.tasks=[x] -> lm_eval -> eval"""))

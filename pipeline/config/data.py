@@ -155,10 +155,6 @@ class HubSource(Section):
     """Column that holds the document's id. null: the split and the record number, from 1."""
     meta_fields: list[str] = []
     """Columns to keep as the document's `meta`."""
-    html: Html = added("pages")
-    """`fields`: the column `text_field` holds HTML, of which the text is extracted. Else it is text as it is."""
-    extractor: Extractor = added("resiliparse")
-    """What extracts the text of HTML, as for `kind: files`."""
     limit: PositiveInt | None = None
     """Read only this many records, from the start; null: all."""
     keep: BestShare | None = added(None)
@@ -184,14 +180,13 @@ def converter(path: PurePath) -> str:
 
 def web_packages(source: Source, names: Iterable[str]) -> list[str]:
     """The optional packages that a source needs which has files of such names or patterns."""
-    kinds = set[str | None]()
-    if isinstance(source, FilesSource):
-        kinds = {file_format(PurePath(name), source.format) for name in names}
-    html = getattr(source, "html", "keep")
-    is_html = html == "fields" or (html != "keep" and bool(kinds & {"html", "warc"}))
+    if not isinstance(source, FilesSource):
+        return []
+    kinds = {file_format(PurePath(name), source.format) for name in names}
+    is_html = source.html == "fields" or (source.html != "keep" and bool(kinds & {"html", "warc"}))
     needed = {"resiliparse": is_html or kinds & {"warc", "pdf"}, "fastwarc": "warc" in kinds,
               "pypdfium2": kinds & {"warc", "pdf"},
-              "trafilatura": is_html and getattr(source, "extractor", "") == "trafilatura"}
+              "trafilatura": is_html and source.extractor == "trafilatura"}
     return [package for package, is_needed in needed.items() if is_needed]
 
 
