@@ -25,7 +25,7 @@ from drover.tools import survey
 from drover.tools.init import look, main, propose
 from tests.conftest import REPOSITORY
 from tests.crawl import write_crawl
-from tests.data.reading.test_pdf import pdf
+from tests.data.reading.test_pdf import DRAWINGS, FERRY
 from tests.data.reading.test_warc import archive
 from tests.data.source_files import COMPRESS, batch, config_of, files_source, lines, write_batches
 from tests.dirty_corpus import paragraphs
@@ -133,15 +133,15 @@ def test_pages_are_taken_if_what_reads_them_is_installed(tmp_path, monkeypatch, 
         Path(f"web/{number}.html").write_text(f"<html><title>a</title><p>{wide(number)}")
     Path("web/a.warc.gz").write_bytes(archive(*[(f"{number}", f"<p>{wide(number)}".encode(), "text/html", {})
                                                 for number in range(50, 55)]))
-    Path("web/a.pdf").write_bytes(pdf(wide(90).splitlines()))
-    Path("web/scan.pdf").write_bytes(pdf(None))
+    Path("web/a.pdf").write_bytes(FERRY)
+    Path("web/scan.pdf").write_bytes(DRAWINGS)
     Path("web/late.docx").write_bytes(b"PK")
     Path("web/notes.ipynb").write_text('{"cells": []}')
     Path("web/login.env").write_text("TOKEN=abc")
     Path("web/fields.jsonl").write_bytes(lines([{"html": f"<html><p>{wide(number)}", "url": f"/{number}"}
                                                          for number in range(60, 65)]))
     output = printed(capsys, main, "web")
-    assert "scan.pdf: none of its 1 pages holds text" in output and "  late.docx: an office file; " in output
+    assert "scan.pdf: none of its 2 pages holds text" in output and "  late.docx: an office file; " in output
     assert "notes.ipynb: a notebook; convert it" in output and "login.env: settings for a shell" in output
     proposed = Path("web.yaml").read_text()
     assert "an office file; convert it to text first (`pandoc FILE.docx --to plain" in proposed
@@ -227,7 +227,7 @@ def test_records_that_shard_will_reject_are_counted_and_their_share_is_allowed(n
     good = [{"text": wide(number)} for number in range(60)]
     (notes / "a.jsonl").write_bytes(lines(good[:50]) + b'{"text": "cut\n{"text": null}\n{"text": "br\xffoken"}\n')
     (notes / "b.csv").write_text("text,day\n" + "by the sea,1\n" * 20 + "by the sea,2,3\n")
-    (notes / "scan.pdf").write_bytes(pdf(None))
+    (notes / "scan.pdf").write_bytes(DRAWINGS)
     (notes / "worst.jsonl").write_bytes(lines(good[:2]) + b"{\n" * 3)
     output = printed(capsys, main, str(notes))
     rejected = re.findall(r"shard will reject (\d) of 81 records that were looked at: (\S+): (.*)\n", output)
