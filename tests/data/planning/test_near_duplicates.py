@@ -4,21 +4,27 @@ without spaces between words, too (`near_duplicates.words: characters`)."""
 import ast
 import random
 from collections import defaultdict
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from drover.pipeline.config.data import NearDuplicates
 from drover.pipeline.data.planning import near_duplicates
 from drover.pipeline.data.planning.near_duplicates import (
     NONE,
     WORDS,
+    followers_path,
+    join_components,
     shingles,
     signature_settings,
     signatures,
     similarity,
     words,
 )
+from drover.pipeline.data.planning.runs import DIGEST, LINK, CorpusLayout, read_rows, write_links
 from tests.conftest import run_python
 from tests.data.planning import staged_corpora
 from tests.data.planning.staged_corpora import cut_into, firsts, in_order, passes, texts_of
@@ -93,13 +99,7 @@ def test_one_of_a_component_stays_and_every_dropped_one_names_it(tmp_path, monke
     """However groups, partitions and components are cut."""
     if sizes:
         cut_into(monkeypatch, *sizes)
-        monkeypatch.setattr(near_duplicates, "AT_ONCE", sizes[2])
-    corpus, rng = planted(seed=2, families=60), random.Random(3)
-    chain = [article(rng)]
-    while len(chain) < 40:
-        chain.append(edited(rng, chain[-1], 2))
-    rng.shuffle(chain)
-    corpus["s3"] = [[" ".join(own) for own in chain]]
+    corpus = planted(seed=2, families=60)
     documents = [(own, text) for _, own, text in in_order(corpus)]
     texts = [text for _, text in documents]
     result = passes(tmp_path, corpus, config_of(corpus, verify=verify))
@@ -163,3 +163,46 @@ def test_ascii_has_the_words_that_other_text_has(kind):
     texts = ["".join(map(chr, rng.choices(range(128), k=300))) for _ in range(200)]
     for text in texts:
         assert words(text, kind) == words(f"{text}\u00a0", kind)  # which is no word
+
+
+def write_edges(folder, plan, edges, seed):
+    """Edges (n, 2) in the files of links, in any order."""
+    plan.write(folder)
+    names = [(column, name) for column in range(DIGEST + 1, plan.bands + 1)
+             for name in (*plan.group_names, *plan.partition_names)]
+    of = np.random.default_rng(seed).integers(0, len(names), len(edges))
+    rows = np.array(edges, np.int64).reshape(-1, 2)
+    for number, (column, name) in enumerate(names):
+        write_links(folder, plan, column, name, *rows[of == number].T)
+
+
+@st.composite
+def graphs(draw):
+    """(documents, edges): a path or none, in any order of the documents, and edges at random."""
+    documents = draw(st.integers(2, 120) | st.just(400))
+    seed, numbers = draw(st.integers(0, 2**32 - 1)), np.arange(documents)
+    shuffled = np.random.default_rng(seed).permutation(documents)
+    path = draw(st.sampled_from([numbers[:0], numbers, numbers[::-1], shuffled]))
+    edges = draw(st.lists(st.tuples(st.integers(0, documents - 1), st.integers(0, documents - 1)), max_size=120))
+    return documents, [*pairwise(path), *(edge for edge in edges if edge[0] != edge[1])], seed
+
+
+@settings(max_examples=40)
+@given(graph=graphs(), rows=st.sampled_from([1, 5, 10**6]), groups=st.integers(1, 5),
+       bands=st.integers(1, 2), partitions=st.sampled_from([1, 4]))
+@example(graph=(0, [], 0), rows=5, groups=1, bands=1, partitions=1)
+def test_components_are_those_of_union_find(tmp_path_factory, monkeypatch, graph, rows, groups, bands,
+                                            partitions):
+    """The plan has groups of one unit each."""
+    folder, (documents, edges, seed) = tmp_path_factory.mktemp("graph"), graph
+    starts = np.linspace(0, documents, groups + 1).astype(int).tolist()
+    plan = CorpusLayout([f"a-{group:05d}" for group in range(groups)], [0] * groups, starts, list(range(groups + 1)),
+                  partitions, bands)
+    write_edges(folder, plan, edges, seed)
+    monkeypatch.setattr(near_duplicates, "AT_ONCE", rows)
+    join_components(folder, {})
+    parts = [read_rows(followers_path(folder), LINK, part, partitions).tolist() for part in range(partitions)]
+    followers = [row for row in firsts(edges).items() if row[0] != row[1]]
+    assert [row for part in parts for row in part] == sorted(followers, key=lambda row: row[::-1])
+    full = [first for part in parts for first in {first for _, first in part}]
+    assert len(full) == len(set(full)), "a component lies in one part"
