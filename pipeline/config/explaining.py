@@ -35,6 +35,7 @@ ELSEWHERE = {
     "train.optimizer": "optim optimiser optim_type optimizer_type optimizer_name",
     "train.optimizer_settings": "optimizer_args optimizer_kwargs optim_args optimizer_params momentum nesterov",
     "train.param_groups": "lr_factors lr_multipliers lr_mult lr_scales",
+    "train.mup_base_width": "mup use_mup parametrization mup_base_dim base_width",
     "train.lr": "learning_rate max_lr peak_lr base_lr max_learning_rate matrix_lr embedding_lr unembedding_lr "
                 "scalar_lr",
     "train.min_lr_share": "min_lr min_learning_rate lr_min final_lr min_lr_ratio lr_end min_lr_factor final_lr_frac",

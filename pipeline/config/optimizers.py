@@ -58,6 +58,8 @@ def optimizer_problems(train: TrainConfig, engine: str) -> Iterator[str]:
         yield (f"train.optimizer '{train.optimizer}' works under parallel.engine {' and '.join(kind.engines)}, not "
                f"'{engine}', which flattens the weights. Take parallel.engine={kind.engines[0]}, or train.optimizer="
                f"{' or '.join(able)}.")
+    if train.mup_base_width is not None and train.optimizer not in OPTIMIZERS:
+        yield f"train.mup_base_width works with {' and '.join(OPTIMIZERS)}: it is not known how others depend on width."
     types: dict[str, Any] = {name: (type(default), default) for name, default in kind.settings.items()}
     try:
         create_model("OptimizerSettings", __base__=Section, **types).model_validate(train.optimizer_settings)

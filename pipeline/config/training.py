@@ -242,6 +242,9 @@ class TrainConfig(Section):
     lr: PositiveFloat = 3e-3
     """Peak learning rate. 1e-3 to 5e-3 suits small models with AdamW; Llama 3 8B used 3e-4. The demo's model of 3M
     parameters learned most with 1e-2 to 2e-2 under Muon."""
+    mup_base_width: PositiveInt | None = added(None)
+    """muP (Yang et al. 2022): `model.dim` of the small model for which lr was chosen. Initial values and rates then
+    follow the width, so that about the same lr is best for every width. null: they do not."""
     min_lr_share: float = Field(0.1, ge=0, le=1)
     """Learning rate at the end of the schedule, as a share of lr."""
     warmup_steps: NonNegativeInt = 50

@@ -37,11 +37,12 @@ from torch import Tensor, nn
 from drover.model.devices import is_mps
 from drover.pipeline.config.optimizers import optimizer_kind
 from drover.pipeline.config.phases import PhasePlan
-from drover.pipeline.config.training import ParamGroup, TrainConfig
+from drover.pipeline.config.training import ParamGroup
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.grid import Grid, own
 from drover.pipeline.parallel.pipeline_parallel import parameter_names
+from drover.pipeline.training.mup import is_block_matrix, rate_factor
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Weight:
     @property
     def is_block_matrix(self) -> bool:
         """Whether it is a matrix within a block: no embedding, output matrix or norm."""
-        return self.parameter.dim() == 2 and not self.name.startswith(("tok_embeddings.", "output."))
+        return is_block_matrix(self.name)
 
 
 class Optimizer(ABC):
@@ -142,12 +143,14 @@ def decays(name: str, tied: bool) -> bool:
                 or (tied and name.startswith("output.")))
 
 
-def weights_of(model: nn.Module, train: TrainConfig, tied: bool) -> list[Weight]:
-    """All parameters of a model with their weight decay and learning-rate factor.
+def weights_of(model: nn.Module, config: Config, tied: bool) -> list[Weight]:
+    """All parameters of a model with their weight decay and learning-rate factor. Where muP lowers the rate, the decay
+    is higher, so that a step decays as much at each width.
 
     Raises:
         UserError: a pattern of train.param_groups matches no parameter.
     """
+    train = config.train
     names = parameter_names(model)
     for pattern in train.param_groups:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -156,9 +159,11 @@ def weights_of(model: nn.Module, train: TrainConfig, tied: bool) -> list[Weight]
     for name, parameter in model.named_parameters():
         group = next((group for pattern, group in train.param_groups.items() if fnmatchcase(name, pattern)),
                      ParamGroup())
-        decay = train.weight_decay if decays(name, tied) else 0.0
-        weights.append(Weight(name, parameter, decay if group.weight_decay is None else group.weight_decay,
-                              1.0 if group.lr is None else group.lr / train.lr))
+        usual = train.weight_decay if decays(name, tied) else 0.0
+        decay = usual if group.weight_decay is None else group.weight_decay
+        factor = rate_factor(name, config)
+        weights.append(Weight(name, parameter, decay / factor,
+                              factor if group.lr is None else factor * group.lr / train.lr))
     return weights
 
 
@@ -346,7 +351,7 @@ def build_optimizer(model: nn.Module, config: Config, grid: Grid, tied: bool) ->
         UserError: it cannot be imported, or does not make an optimizer.
     """
     train = config.train
-    weights = weights_of(model, train, tied)
+    weights = weights_of(model, config, tied)
     made = optimizer_kind(train.optimizer).maker()(weights, config, grid)
     if isinstance(made, torch.optim.Optimizer):
         return Wrapped(weights, made, train.lr)

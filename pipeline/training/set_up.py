@@ -55,6 +55,7 @@ from drover.pipeline.training.guards import GuardRunner
 from drover.pipeline.training.hooks import Garbage, Hook, Saving, Scores, StopAgreement
 from drover.pipeline.training.loop import Loop, StartFacts
 from drover.pipeline.training.monitor import Samples, Validation
+from drover.pipeline.training.mup import scaled
 from drover.pipeline.training.optimizers import build_elementwise, build_optimizer
 from drover.pipeline.training.profiling import Profiling
 from drover.pipeline.training.rank_agreement import RankAgreement
@@ -258,7 +259,7 @@ def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torc
 
 def _initial_values(work: Work, model: ModelConfig, ranks: Ranks, opened: ExitStack) -> InitialValues:
     """Those of a new model, or those in the weights of `train.init_from`, which `opened` closes."""
-    own = drawn(model, work.config.seed)
+    own = scaled(drawn(model, work.config.seed), work.config)
     path = None if work.config.train.init_from is None else Path(work.config.train.init_from)
     if path is not None:
         from drover.pipeline.training.initial_weights import given_values

@@ -127,6 +127,7 @@ train.optimizer=sgd -> train.optimizer 'sgd' is not known. Take adamw, muon, or 
 train.optimizer=nowhere.lion:LION -> LION, which cannot be imported (ModuleNotFoundError: No module
 train.optimizer=tests.training.outside:LION -> (AttributeError: module 'tests.training.outside' has no attribute 'LION')
 train.optimizer=tests.training.outside:sgd -> write MINE = OptimizerKind('tests.training.outside:sgd'), and train.optim
+train.mup_base_width=64; train.optimizer=tests.training.outside:SGD -> train.mup_base_width works with adamw and muon
 train.optimizer=muon; parallel.engine=deepspeed -> train.optimizer 'muon' works under parallel.engine fsdp2, not \
 'deepspeed', which flattens the weights. Take parallel.engine=fsdp2, or train.optimizer=adamw.
 train.optimizer=tests.training.outside:SGD; parallel.engine=deepspeed -> not 'deepspeed', which flattens

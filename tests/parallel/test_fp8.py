@@ -4,6 +4,7 @@ import json
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,8 +16,10 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.blocks import checkpoint_activations
 from drover.pipeline.parallel.fp8 import convert_to_fp8, division, refuse_without_fp8
+from tests.conftest import slow
+from tests.parallel.groups import run_case
 from tests.parallel.test_blocks import CONFIG, loss
-from tests.parallel.train_steps import MODEL
+from tests.parallel.train_steps import MODEL, train_steps
 from tests.refusal import refused, table
 
 pytest.importorskip("torchao", reason="torchao is not installed, which fp8 needs: pip install --editable '.[fp8]'")
@@ -85,6 +88,20 @@ def test_small_leaves_out_what_torchao_leaves_out(name, recipe):
     with torch.device("meta"):
         layers, keeps = dict(Llama(model).named_modules()), _auto_filter_for_recipe(recipe, [])
     assert all(keeps(layers[layer], layer) == (layer in result.converted) for layer in everything.converted)
+
+
+@pytest.mark.parametrize("recipe", [*slow(*RECIPES[:-1]), RECIPES[-1]])
+def test_bits_are_equal_over_layouts(recipe):
+    """Of the same micro-batches. tests/parallel/matrix.py has others, in which sums are made in another order."""
+    def train(ranks, **given):
+        return run_case(ranks, train_steps, precision="fp8", steps=3, train={"fp8_recipe": recipe, "clip_norm": 1e9},
+                        **given)
+
+    expected = train(1, accumulation=2)
+    for result in (train(2), train(2, parallel={"dp_replicate": 2})):
+        np.testing.assert_allclose(*([value for value, _ in one["results"]] for one in (result, expected)), rtol=1e-14)
+        for ours, theirs in zip(result["gradients"], expected["gradients"], strict=True):
+            assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
