@@ -11,7 +11,7 @@ With r = width / `train.mup_base_width`, the initial values and the learning rat
 
 Muon's updates have equal singular values; those of AdamW add up in few directions, whose singular value grows faster
 with the width. The second row is muP's factor 1/r of the logits: under AdamW, a weight of 1/r that moves at 1/r of the
-rate does what a factor beside it would do. So the trained network is a plain Llama.
+rate has the effect of such a factor. So the trained network is a plain Llama.
 """
 
 from __future__ import annotations
