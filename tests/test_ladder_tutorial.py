@@ -42,7 +42,7 @@ def test_the_ladder_is_trained_once_and_predicts_what_is_then_measured(home, out
     for command, result in outcomes.items():
         assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
     assert "10 runs, the larger training included" in planned.stdout
-    assert trained.stdout.count("-seed0: done in") == 10 and "done in" not in again.stdout
+    assert trained.stderr.count("-seed0: done in") == 10 and "done in" not in again.stderr
     made = json.loads(again.stdout)
     assert len(made["best"]) == len(made["rungs"]) == 9
     results = [json.loads(path.read_text()) for path in home.glob("runs/ladder/*/evaluate/results.json")]
