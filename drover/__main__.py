@@ -23,6 +23,7 @@ COMMANDS = {
     "evaluate": ("pipeline.watch:main", "score a run's checkpoints while it trains, or afterwards"),
     "sweep": ("tools.sweep:main", "train variants with several seeds, and say which is better"),
     "ladder": ("tools.ladder:main", "train small models, and predict a larger one"),
+    "mixture": ("tools.mixture:main", "search the best mixture of the sources"),
     "compare": ("tools.compare:main", "compare models on the same items"),
     "tasks": ("tools.tasks:main", "download the data of the harness's own tasks, and list it"),
     "weights": ("tools.weights:main", "convert weights between Drover's and Hugging Face's form"),

@@ -20,8 +20,8 @@ from tests.pages import checkout, commands, files, typed, warm_stages
 
 README = (REPOSITORY / "README.md").read_text()
 HAVE_TESTS = {"after-pretraining", "extending", "weights", "evaluation", "generation", "tutorial-crawl", "tutorial-web",
-              "tutorial-tinystories", "tutorial-export", "tutorial-experiments", "tutorial-ladder", "data", "tokens",
-              "machines"}
+              "tutorial-tinystories", "tutorial-export", "tutorial-experiments", "tutorial-ladder", "tutorial-mixture",
+              "data", "tokens", "machines"}
 """Pages with tests of their own."""
 PAGES = ["../README", *sorted({path.stem for path in (REPOSITORY / "docs").glob("*.md")} - HAVE_TESTS)]
 COMMANDS = dict.fromkeys(commands(*PAGES, needs=["torchao"] if find_spec("torchao") else []))
