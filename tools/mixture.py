@@ -30,6 +30,7 @@ from drover.pipeline.core.console import Parser, Program, add_json, draw, echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, read_record, write_text
 from drover.pipeline.evaluation.mixtures import least_mixtures
+from drover.pipeline.reporting.document import console_lines, value
 from drover.tools.ladder import all_ended
 from drover.tools.sweep import BASE, Sweep, SweepFile, train
 
@@ -89,7 +90,6 @@ def add_options(parser: Parser) -> None:
 
 def work(options: argparse.Namespace) -> int:
     """Train on random mixtures, fit, train on the best, write the page."""
-    from drover.pipeline.reporting.document import console_lines
     from drover.pipeline.reporting.mixture import MixtureSearch
     from drover.pipeline.reporting.render import html
 
@@ -143,7 +143,7 @@ def trained(sweep: Sweep, mixtures: Mapping[str, Mapping[str, float]]
             diverged.add(run.variant)
             continue
         path = Run(run.config).stage_folder("evaluate") / "results.json"
-        measured = read_record(path, Record, "Evaluate the run again.")["validation"]["sources"]
+        measured = value("validation[sources]", read_record(path, Record, "Evaluate the run again."))
         losses.setdefault(run.variant, []).append({name: one["bits_per_byte"] for name, one in measured.items()})
     return [None if name in diverged else TrainedMixture(
         name, shares, {source: fmean(one[source] for one in losses[name]) for source in losses[name][0]})
