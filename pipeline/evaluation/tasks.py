@@ -15,6 +15,7 @@ from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import yaml
 from drover.pipeline.config.loading import read_task
 from drover.pipeline.config.section import advice
 from drover.pipeline.core.console import first
-from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.errors import UserError, meant
 from drover.pipeline.core.files import bounded_lines, opened, parsed_json, typed
 from drover.pipeline.evaluation.fetched import FetchedData, read_fetched
 
@@ -150,7 +151,7 @@ class TaskFile:
         return {"dataset_path": str(self.snapshot), "dataset_kwargs": given}
 
     def problems(self) -> Iterator[str]:
-        """What the harness would fail at, or would score as it is not meant: a split without data,
+        """What the harness would fail at, or would score as it is not meant: a split without data, an unknown metric,
         lines of .jsonl files that are no items, a fetched file that has changed. A sentence each."""
         if self.dataset is not None:
             if self.fetched is not None:
@@ -161,9 +162,22 @@ class TaskFile:
         for key in SPLITS:
             if (split := self.settings.get(key)) is not None and split not in splits:
                 yield f"{self.path}: {key} is {split}, but data_files has {', '.join(splits)}. Write one of these."
+        yield from self._unknown_metrics()
         for path in dict.fromkeys(Path(path) for paths in splits.values() for path in paths):
             if path.suffix == ".jsonl" and path.is_file():
                 yield from self._line_problems(path)
+
+    def _unknown_metrics(self) -> Iterator[str]:
+        if "process_results" in self.settings or find_spec("lm_eval") is None:
+            return  # the task's own code names them, or nothing here knows them
+        import lm_eval.api.metrics  # noqa: F401 - it registers them
+        from lm_eval.api.registry import metric_registry
+
+        for entry in self.settings.get("metric_list") or []:
+            name = entry.get("metric")
+            if isinstance(name, str) and name not in metric_registry:
+                yield (f"{self.path}: metric_list names {name}, which lm-evaluation-harness does not have; "
+                       f"{meant(name, metric_registry)} It has {', '.join(sorted(metric_registry))}.")
 
     def _line_problems(self, path: Path) -> Iterator[str]:
         from jinja2 import TemplateError

@@ -77,7 +77,8 @@ def test_what_is_wrong_with_a_task_is_said(tmp_path, texts, task, message):
      r"doc_to_target names golds, which no item of .*planted\.jsonl has; did you mean 'gold'\?"),
     (("planted.yaml", "{{query}}", "{{qry}}"), r"doc_to_text names qry, .* did you mean 'query'\?"),
     (("planted.yaml", "{{query}}", "{% set a = query %}{{ a[:9] }}{{ range(2) }}"), ""),
-    (("planted.yaml", "test_split: test", "test_split: dev"), "test_split is dev, but data_files has test")])
+    (("planted.yaml", "test_split: test", "test_split: dev"), "test_split is dev, but data_files has test"),
+    (("planted.yaml", "metric: acc", "metric: accuracy"), "names accuracy, .* did you mean 'acc'")])
 def test_a_task_that_cannot_be_scored_is_refused_with_file_and_line(tmp_path, change, message):
     """By the launcher, and where it is measured."""
     write_planted(tmp_path)
