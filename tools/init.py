@@ -57,8 +57,9 @@ VALIDATION = 0.05
 """Share of the time of steps that validation may take in addition."""
 EPOCHS = 4
 """Up to so many epochs, repeated text teaches nearly as much as new text (Muennighoff et al., 2023)."""
-ROOM = 0.8
-"""Share of these epochs that is proposed: the tokens are estimated, and some are validation text."""
+ROOM = 0.7
+"""Share of these epochs that is proposed: the tokens are estimated, up to a third too many in text that repeats itself,
+and some are validation text."""
 MOST_RANKS = 8
 """Ranks on CPUs at most. Each has a core or several: ranks of one thread are faster than threads of one rank, and far
 faster where other programs use the cores (benchmarks/RESULTS.md)."""
@@ -320,7 +321,7 @@ tokenizer:
 {f"  train_mb: {TRAIN_MB:g}{chr(10)}" if corpus.text_bytes > TRAIN_MB * 1e6 else ""}\
 
 # {proposal.tokens / shape.parameter_count:.2g} tokens for each parameter; {CHINCHILLA} use compute best (Hoffmann \
-et al. 2022){f", but would be more than {EPOCHS} epochs of the text" if short_of_text else ""}.
+et al. 2022){f", but would be more than {ROOM * EPOCHS:.1f} epochs of the text" if short_of_text else ""}.
 model:   # {tokens_text(shape.parameter_count)} parameters
   dim: {shape.dim}
   layers: {shape.layers}
@@ -358,7 +359,7 @@ def _sources(corpus: Corpus) -> str:
     Where two would have one name, the kind's field and encoding follow."""
     sources = dict[str, dict[str, Any]]()
     for kind, patterns in corpus.sources.items():
-        place = Path(os.path.commonpath(patterns["paths"]).partition("/*")[0])
+        place = corpus.places[kind]
         field = f"{kind.text_field or ('other' if kind.format else 'text')}-{kind.encoding}".removesuffix("-utf-8")
         own = place.name if place.is_dir() else place.name.partition(".")[0]
         base, longer = (re.sub("[^A-Za-z0-9_]+", "-", _ascii(text))[:60].strip("-") or "mine" for text in (

@@ -104,6 +104,7 @@ class Corpus:
     Attributes:
         folder: where they lie.
         sources: for each kind of files `paths`, as globs, and `exclude`: what these match of others.
+        places: for each kind the folder that all of its files lie in, or its only file.
         files: how many they are.
         sampled: whether only some of them were opened.
         has_pages: whether text is extracted of some.
@@ -120,6 +121,7 @@ class Corpus:
 
     folder: Path
     sources: Mapping[FileKind, dict[str, list[str]]]
+    places: Mapping[FileKind, Path]
     files: int
     sampled: bool
     has_pages: bool
@@ -236,8 +238,9 @@ def look(folder: Path) -> Corpus:
     sample = texts.encode(errors="replace")
     prompts = dict.fromkeys(prompt for own in looked.values() for prompt in _prompt(own.text))
     empty, unread = {*left_out.get(EMPTY, ())}, [_literal(Path(error.filename)) for error in closed]
-    return Corpus(folder, {kind: _patterns({*own}, groups, empty, unread)
+    return Corpus(folder, {kind: _patterns(folder, {*own}, groups, empty, unread)
                            for kind, own in sorted_kinds.items()},
+                  {kind: Path(os.path.commonpath(own)) for kind, own in sorted_kinds.items()},
                   sum(map(len, kinds.values())), is_sample, bool(extracted),
                   2 * sum(map(sizes.__getitem__, pages)) > text_bytes, int(text_bytes),
                   8 * len(zlib.compress(sample, 9)) / max(1, len(sample)),
@@ -380,7 +383,7 @@ def _refuse_absent(path: Path, source: FilesSource) -> None:
 
 def _refuse_mistaken(path: Path, form: str, encoding: str) -> None:
     if (instead := mistaken(Input(Piece.of(path), encoding), form)[0]) is not None:
-        raise NoTextError(instead)
+        raise NoTextError(instead.removesuffix("; leave it out"))
 
 
 def _delimiter(path: Path, header: str) -> str | None:
@@ -525,10 +528,11 @@ def _wildcard(path: Path) -> str:
     return f"*{_literal(ending)}" if by_ending else _literal(path.name)
 
 
-def _patterns(own: set[Path], groups: Mapping[str, Sequence[Path]], empty: set[Path],
+def _patterns(top: Path, own: set[Path], groups: Mapping[str, Sequence[Path]], empty: set[Path],
               closed: list[str]) -> dict[str, list[str]]:
     """The paths of a kind's files: globs where most of what these match is of the kind, else the files; and what they
-    match of others, but for empty files, of which nothing is read.
+    match of others, but for empty files, of which nothing is read. An ending that no other files have is matched in all
+    of the folder `top`, so that files which are added anywhere are read.
 
     closed: folders that cannot be read.
     """
@@ -536,10 +540,11 @@ def _patterns(own: set[Path], groups: Mapping[str, Sequence[Path]], empty: set[P
     for wildcard, group in groups.items():
         if not (mine := own.intersection(group)):
             continue
-        folder = os.path.commonpath([path.parent for path in mine])
+        is_own = wildcard.startswith("*") and mine.issuperset({*group} - empty)
+        folder = top if is_own else os.path.commonpath([path.parent for path in mine])
         below = {path for path in group if path.is_relative_to(folder)}
         rest = below - own - empty
-        if len(below) > 1 and len(mine) > len(rest):
+        if (is_own or len(below) > 1) and len(mine) > len(rest):
             paths.append(f"{_literal(folder)}/**/{wildcard}")
             others += rest
         else:

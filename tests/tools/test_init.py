@@ -312,10 +312,10 @@ def test_the_loss_that_is_expected_names_law_and_measurement(notes, capsys):
     assert f" parameters, {tokens} tokens (" in output and f"train:   # {tokens} tokens, " in Path(
         "my-notes.yaml").read_text()
     assert config.train.batch_tokens % (ranks * config.train.micro_batch * config.train.sequence_length) == 0
-    assert "  photo.png: it is a PNG file; " in output
+    assert "  photo.png: it is a PNG file\n" in output
     assert output.endswith("drover chat my-notes --interactive\n") and float(low) < float(bits) < float(high)
     text = Path("my-notes.yaml").read_text()
-    assert "# Expected: about" in text and "but would be more than 4 epochs of the text.\n" in text
+    assert "# Expected: about" in text and "but would be more than 2.8 epochs of the text.\n" in text
     output = printed(capsys, main, str(notes), "--params", "110M", "--to", "large.yaml")
     assert "is next to 110M; " in output
     assert "ln(parameters of the blocks): Kaplan et al. 2020" in Path("large.yaml").read_text()
@@ -362,6 +362,19 @@ def test_sources_are_called_after_files_and_folders(tmp_path, monkeypatch):
     config = load_config("more.yaml")
     assert {own.name for own in config.shard.sources} == {"mine", "news", "c", "c-text"}
     assert config.shard.filters == [] and "near" not in Path("more.yaml").read_text()
+
+
+def test_what_is_added_later_is_read_wherever_it_lies(notes):
+    """Of endings that no file has which is left out or read otherwise."""
+    (notes / "first/term").mkdir(parents=True)
+    for name in ("only.txt", "a.note", "b.note", "cut.json"):
+        (notes / "first/term" / name).write_text("{" if name == "cut.json" else wide(1))
+    (notes / "own.json").write_bytes(lines([{"text": wide(3)}]))
+    assert main([str(notes)]) == 0
+    for name in ("late.txt", "second.note", "other.json"):
+        (notes / name).write_text(wide(2))
+    names = {path.name for _, path in input_files(load_config("my-notes.yaml"))}
+    assert {"own.json", "late.txt", "second.note"} < names and not {"other.json", "cut.json"} & names
 
 
 def test_few_files_are_a_corpus_with_held_out_text(notes):
