@@ -414,7 +414,7 @@ def prepare(run: Run, name: str, options: argparse.Namespace) -> Work | None:
     accepted = list(record.accepted) if record is not None else []
     if state.kind == "changed":
         accepted += map(str, state.differences)
-        if isinstance(record, Manifest) and run.config.train.steps <= record.counts["steps"]:
+        if isinstance(record, Manifest) and run.has_ended:
             _accept(run, name, replace(record, accepted=accepted))
             return None
     fingerprint = run.fingerprint(name)  # refuses missing files before the manifest is removed

@@ -254,6 +254,12 @@ class Run:
             lines.append(f"  {self.without} Whether they have changed is not known here.")
         return "\n".join(lines)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether training is done, and the configuration asks for no further step."""
+        made = self.manifest("train")
+        return made is not None and self.config.train.steps <= made.counts["steps"]
+
     def refusal(self, stage: str, changes: list[Difference]) -> UserError:
         """The error about a stage with changes: what has changed, and what the user can do."""
         words, keys = in_words(changes), "".join(f" {change.key}" for change in changes)
@@ -270,10 +276,11 @@ class Run:
                     " files." in keys and stage in ("shard", "encode"))
                 force += (f", which starts training again from step 0, renames {model} to train.replaced, and deletes "
                           f"the other outputs, the export too")
-            ways += ["--accept-changes to continue training with them, and to rebuild what follows it"] * acceptable(
-                stage, changes)
-            ways += [force, "name=<another> for a run of its own" + (
-                f", with reuse={self.folder} on the same tokens" * (not STAGES[stage].reusable))]
+            trains = "keep the training, which is done" if self.has_ended else "continue training with them"
+            accept = [f"--accept-changes to {trains}, and to rebuild what follows it"] * acceptable(stage, changes)
+            own = "name=<another> for a run of its own" if STAGES[stage].reusable else (
+                f"name=<another> reuse={self.folder} for a run of its own on the same tokens")
+            ways += [own, *accept, force] if STAGES[stage].checkpoints and self.has_ended else [*accept, force, own]
         mixture = (" For another mixture from here on add train.phases, with --accept-changes (docs/phases.md): tokens "
                    "and epochs are then counted as trained.") * (" config.train.mixture" in keys)
         fixed = (f" A checkpoint cannot continue with another optimizer or as another network. (To extend the context, "

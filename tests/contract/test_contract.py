@@ -79,7 +79,10 @@ def test_changes_are_accepted_for_training_alone(trained, refusal):
         assert "as another network" in shown and "to continue training" not in shown
     rate = "train.lr=0.5"
     folder = trained / "runs/a"
-    assert "train.lr: 0.003 -> 0.5" in refusal("train", rate) and "train.lr" in refusal("convert", rate)
+    shown = refusal("train", rate)
+    assert f"continue: name=<another> reuse={folder} for a run" in shown and "keep the training, which is done" in shown
+    assert call(trained, "train", train, rate, "name=b", f"reuse={folder}") == 0
+    assert "train.lr: 0.003 -> 0.5" in shown and "train.lr" in refusal("convert", rate)
     assert call(trained, "train", never, rate, "--accept-changes") == 0, "there is no further step to take"
     assert read_manifest(folder / "train").accepted == ["train.lr: 0.003 -> 0.5"]
     assert read_manifest(folder / "report") is None, "it is made again, to show the change"
@@ -89,6 +92,7 @@ def test_changes_are_accepted_for_training_alone(trained, refusal):
 def test_training_continues_with_accepted_changes_and_what_follows_is_rebuilt(trained, refusal):
     more = "train.steps=2000"
     folder = trained / "runs/a"
+    assert "continue: --accept-changes to continue training" in refusal("train", more)
     assert call(trained, "train", train, more, "--accept-changes") == 0
     [change] = read_manifest(folder / "train").accepted
     assert change.startswith("train.steps: ") and change.endswith(" -> 2000")
