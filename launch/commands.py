@@ -71,16 +71,18 @@ def _stop(options: argparse.Namespace) -> int:
     if state not in ("running", "waiting"):
         echo(f"training of {run} does not run (it is: {state}), so there is nothing to stop")
         return 0
+    path = run / STOP
     try:
-        write_text(run / STOP, "drover stop\n")
+        write_text(path, "drover stop\n")
     except PermissionError as error:
-        raise UserError(f"You may not write into {run / STOP.parent}, so training is not asked to stop. Its "
+        raise UserError(f"You may not write into {path.parent}, so training is not asked to stop. Its "
                         f"owner can do that.") from error
     if SILENT in status.remarks:
         echo("Slurm does not answer, so training may not be running", file=sys.stderr)
-    echo(f"training saves a checkpoint after its current step and ends; a job that still waits ends when it starts "
-         f"(`drover cancel {run}` removes it from the queue). The stages after it do not start.\nThe request "
-         f"is the file {run / STOP}. To withdraw it, delete the file before training sees it.\nto continue, "
+    queued = (f"; a job that still waits ends when it starts (`drover cancel {run}` removes it from the queue)"
+              if status.files.chain else "")
+    echo(f"training saves a checkpoint after its current step and ends{queued}. The stages after it do not start.\n"
+         f"The request is the file {path}. To withdraw it, delete the file before training sees it.\nto continue, "
          f"once `drover status {run} --watch` has ended: {continue_command(status.files)}")
     return 0
 

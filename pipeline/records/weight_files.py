@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from drover.pipeline.config.kinds import external_sources
+from drover.pipeline.config.loading import read_without_plugins
 from drover.pipeline.config.optimizers import optimizer_kind
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
@@ -38,8 +39,10 @@ def weights_folder(path: Path, *, download: bool = False) -> Path:
         return path
     result = complete_checkpoints(path / "train")
     if not result:
-        raise UserError(f"The run {path} has no complete checkpoint yet. Training saves one every "
-                        f"train.checkpoint.every_steps steps and when it ends, also by `drover stop {path}`; `drover "
+        train = read_without_plugins(path / RUN).train
+        every = train.checkpoint.every_steps or train.steps
+        raise UserError(f"The run {path} has no complete checkpoint yet. Training saves one every {every} steps "
+                        f"(train.checkpoint.every_steps) and when it ends, also by `drover stop {path}`; `drover "
                         f"status {path}` shows its steps.")
     return result[-1]
 

@@ -137,6 +137,12 @@ def test_stop_writes_only_where_something_reads_it(run, slurm, capsys, status, l
     assert message in shown.out + shown.err and (f"--watch` has ended: {GO_ON}" in shown.out) == written
 
 
+def test_stop_on_this_machine_speaks_of_no_queue(tmp_path, capsys):
+    run = HandMade(tmp_path / "here")
+    run.state("train", "running", job="local")
+    assert "ends. The stages after it do not start" in printed(capsys, commands.stop, run.folder)
+
+
 def test_another_user_cannot_stop(run, slurm, capsys, monkeypatch):
     def forbidden(*_):
         raise PermissionError(13, "Permission denied")

@@ -30,7 +30,8 @@ def test_what_decides_the_weights_is_named_and_nothing_else(decide, others, tmp_
 
 def test_of_a_run_it_is_the_newest_whole_checkpoint(tmp_path):
     run = write(tmp_path / "run", ["config.yaml"])
-    refused(UserError, f"has no complete checkpoint yet.*drover stop {run}", weights_folder, run)
+    (run / "config.yaml").write_text("train: {checkpoint: {every_steps: 250}}\n")
+    refused(UserError, f"has no complete checkpoint yet.*one every 250 steps.*drover stop {run}", weights_folder, run)
     for step, names in ((4, ["COMPLETE.json"]), (8, ["COMPLETE.json"]), (12, ["index.json"])):
         write(run / f"train/checkpoints/step-{step:08d}", names)
     assert weights_folder(run).name == "step-00000008"

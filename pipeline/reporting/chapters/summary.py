@@ -39,7 +39,7 @@ NOTES = {
                  "{spikes:,} trained on; {rollbacks:,} rollbacks removed samples. The curves show the applied updates; "
                  "the events are under Training.",
     "few_documents": "The validation text is only {few_documents}, so its figures may not hold for other text. For "
-                     "more, raise shard.validation_share, or set shard.validation_rule to hash.",
+                     "more, raise shard.validation_share.",
     "without_validation_text": "No validation documents, and so no figures, for {without_validation_text}."}
 """The text for each fact, if it exists."""
 
