@@ -20,6 +20,7 @@ import sys
 import textwrap
 import time
 import unicodedata
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
@@ -103,6 +104,12 @@ CLEANING = """\
 """
 """What is proposed for a crawl."""
 
+LETTERS = str.maketrans({
+    "ä": "ae", "ö": "oe", "ü": "ue", "Ä": "Ae", "Ö": "Oe", "Ü": "Ue", "ß": "ss", "æ": "ae", "Æ": "Ae", "ø": "oe",
+    "Ø": "Oe", "œ": "oe", "Œ": "Oe", "ł": "l", "Ł": "L", "đ": "d", "Đ": "D", "ı": "i"})
+"""How Latin letters are written in ASCII that are no letter with an accent, or not only that."""
+
+
 @dataclass(frozen=True)
 class Proposal:
     """A proposed model and training.
@@ -180,6 +187,11 @@ def add_options(parser: Parser) -> None:
                         "(default: the folder's name.yaml)")
 
 
+def _free(base: str, is_taken: Callable[[str], bool]) -> str:
+    """The name, or the first of NAME-2, NAME-3 and so on that is free."""
+    return next(name for name in chain([base], (f"{base}-{number}" for number in count(2))) if not is_taken(name))
+
+
 def _count(text: str) -> int:
     """A number such as 10M."""
     if isinstance(result := read_tokens(text), int):
@@ -191,14 +203,14 @@ def work(options: argparse.Namespace) -> None:
     """Write the configuration, and print what it is based on."""
     refuse_low(options, "minutes", "params")
     target = options.to or Path(f"{_name(options.data)}.yaml")
-    name = _name(target.with_suffix(""))
-    for taken in (target, Path("runs", name)):
-        if taken.exists():
-            raise UserError(f"{taken} is there already. Give another name with --to, or remove it.")
+    if target.exists():
+        raise UserError(f"{target} is there already. Give another name with --to, or remove it.")
     corpus, machine = look(options.data), find_machine()
     rate = training_rate(machine)
     ranks = 1 if machine.gpus else min(MOST_RANKS, 2 ** int(math.log2(machine.cores)))
     proposal = propose(corpus, rate, options.minutes, options.params, ranks)
+    own = _name(target.with_suffix(""))
+    name = _free(own, lambda one: Path("runs", one).exists())
     write_text(target, as_yaml(corpus, proposal, name))
     others = OTHER_S + OTHER_MB_S * corpus.text_bytes / 1e6 / machine.cores
     if corpus.left_out:
@@ -207,6 +219,8 @@ def work(options: argparse.Namespace) -> None:
              *[f"  and for {counted(more, 'more reason')}, which {target} has"] * (more > 0))
     for remark in corpus.remarks:
         echo(remark)
+    if name != own:
+        echo(f"runs/{own} is there already, so this run is called {name}")
     if options.params is not None:
         echo(f"of the shapes that are proposed, {tokens_text(proposal.shape.parameter_count)} is next to "
              f"{tokens_text(options.params)}; --params leaves the time free, see below")
@@ -364,9 +378,7 @@ def _sources(corpus: Corpus) -> str:
         own = place.name if place.is_dir() else place.name.partition(".")[0]
         base, longer = (re.sub("[^A-Za-z0-9_]+", "-", _ascii(text))[:60].strip("-") or "mine" for text in (
             own, f"{own}-{field}"))
-        free = (name for name in chain([base, longer], (f"{longer}-{number}" for number in count(2)))
-                if name not in sources)
-        name = next(free)
+        name = _free(longer if base in sources else base, sources.__contains__)
         sources[name] = {"kind": "files", "name": name, **kind.settings(), **patterns}
     return textwrap.indent(yaml.dump([*sources.values()], Dumper=Dumper, sort_keys=False, allow_unicode=True,
                                      width=math.inf), "    ")
@@ -387,8 +399,9 @@ def _name(folder: Path) -> str:
 
 
 def _ascii(name: str) -> str:
-    """A name without accents."""
-    return "".join(letter for letter in unicodedata.normalize("NFKD", name) if not unicodedata.combining(letter))
+    """A name with umlauts and the like written out and accents left out."""
+    text = unicodedata.normalize("NFC", name).translate(LETTERS)
+    return "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
 
 
 main = Program("python -m drover.tools.init", __doc__, add_options, work)

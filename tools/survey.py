@@ -23,9 +23,9 @@ from statistics import fmean
 from typing import Any
 
 from drover.pipeline.config.data import COMPRESSIONS, WEB, FilesSource, converter, file_format, web_packages
-from drover.pipeline.core.console import first, printable
+from drover.pipeline.core.console import counted, first, printable
 from drover.pipeline.core.errors import UserError, absent
-from drover.pipeline.core.folders import files_below
+from drover.pipeline.core.folders import files_below, folders_below
 from drover.pipeline.data.documents import Limit, Rejection, damage
 from drover.pipeline.data.readers import file_records
 from drover.pipeline.data.streams import PAGE, UTF8, Input, Piece, mistaken, name_as_text, utf16_order
@@ -194,6 +194,8 @@ def look(folder: Path) -> Corpus:
     named = [f"{_shown(left_out[reason], folder)}: {reason}" for reason in frequent[:MOST_REASONS]]
     if more := [path for reason in frequent[MOST_REASONS:] for path in left_out[reason]]:
         named.append(f"{_shown(more, folder)}: other reasons")
+    if hidden := _files_with_hidden(folder) - len(paths):
+        named.append(counted(hidden, "hidden file"))
     if not kinds:
         raise UserError("\n  ".join([f"{folder} holds no text that Drover reads. It reads text, .jsonl, .json, .csv, "
                                      f".parquet, .arrow, .html, .warc and .pdf, each also with .gz or .zst. Left out:",
@@ -265,6 +267,12 @@ def _chosen(paths: list[Path], count: int) -> list[Path]:
 
 def _checksum(path: Path) -> int:
     return zlib.crc32(os.fsencode(path.name))
+
+
+def _files_with_hidden(folder: Path) -> int:
+    """How many files are in a folder and all folders in it, with hidden ones."""
+    return sum(not entry.is_dir() for own in folders_below([str(folder)], folder.parents, hidden=True)
+               for entry in os.scandir(own))
 
 
 def _test_split(paths: Sequence[Path], folder: Path) -> set[Path]:
