@@ -275,7 +275,7 @@ def test_text_is_added_to_a_trained_model_as_the_page_says(tmp_path, encoded, co
     old.update(name="code", paths=[f"{corpus}/*.txt"])
     new["paths"] = [f"{tmp_path}/new/*.txt"]
     page["tokenizer"]["path"] = str(encoded.parent / page["tokenizer"]["path"].replace("notes", "mini"))
-    page["train"].update(init_from=str(first), mixture={"code": 1, "new": 1}, steps=4, warmup_steps=1)
+    page["train"].update(init_from=str(first), steps=4, warmup_steps=1)
     (config := tmp_path / "notes2.yaml").write_text(yaml.safe_dump(page))
     for stage in ("shard", "tokenizer", "encode", "train"):
         output = run_stage(stage, config).stdout
