@@ -29,7 +29,7 @@ def outcomes(home):
 
 
 def test_every_command_runs_and_prints_what_the_page_shows(outcomes):
-    assert len(outcomes) == 9
+    assert len(outcomes) == 10
     for command, result in outcomes.items():
         assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
     printed = "".join(result.stdout for result in outcomes.values())

@@ -115,7 +115,8 @@ class FilesSource(Section):
     """Field or column that holds the document's id. null: the file's name and the line or record number, from 1, as
     `file:7`; in a file that is read in parts the offset, as `file@1234`."""
     meta_fields: list[str] = []
-    """Fields or columns to keep as the document's `meta`."""
+    """Fields or columns to keep as the document's `meta`. One that a record has not is taken from its object `meta`,
+    so that text shards keep theirs: [url, title]."""
     encoding: Annotated[str, AfterValidator(_encoding)] = added("utf-8")
     """Encoding of text, JSON and CSV files, such as `latin-1`, `cp1252`, `utf-16` or `shift_jis`: any that Python
     knows. What cannot be decoded is rejected. Files in another encoding than UTF-8 are not read in parts."""

@@ -208,13 +208,15 @@ def from_json(member: bytes, key: str) -> Document:
 
 
 def value_in(record: Record, name: str) -> Any:
-    """The value of the field of that name, or of one in nested objects, as `content.text`; None if there is none."""
+    """The value of the field of that name, or of one in nested objects, as `content.text`; else of one in the object
+    `meta`, where text shards have it. None if there is none."""
     if name in record:
         return record[name]
     value: Any = record
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
-    return value
+    meta = record.get("meta")
+    return meta.get(name) if value is None and isinstance(meta, dict) else value
 
 
 def plain(value: Any) -> Any:

@@ -136,7 +136,8 @@ def test_a_validation_document_and_one_whose_text_is_gone(capsys, tmp_path, plai
     --document xyz -> asked: xyz
     --document 00000000 -> No document whose key begins with 00000000
     --id p20x -> No document with the id p20x is in the text shards of
-    --id p20x -> rejected.jsonl, dropped/ and duplicates/ there do not name it either""", shlex.split))
+    --id p20x -> rejected.jsonl, dropped/ and duplicates/ there do not name it either
+    --id p20x -> Where a source reads the texts of another run, that run may know it""", shlex.split))
 def test_what_is_not_there_or_makes_no_sense_is_said(capsys, plain, arguments, output):
     assert output in printed(capsys, main, "--run", plain.folder, *arguments, expect=2)
 

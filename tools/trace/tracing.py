@@ -295,9 +295,10 @@ class Search:
             tokens = [source.name for source in self.run.config.encode.sources]
             raise UserError(f"No document with the id {', '.join(sorted(missing))} is in the text shards of "
                             f"{self.texts}. rejected.jsonl, dropped/ and duplicates/ there do not name it either; the "
-                            f"last two are written with shard.keep_dropped: true. If it is new, it came after the "
-                            f"stage shard." + f" The documents of {', '.join(tokens)} came as tokens, without an id: "
-                            f"--document finds them by their keys." * bool(tokens))
+                            f"last two are written with shard.keep_dropped: true. So it is in none of this run's "
+                            f"records. Where a source reads the texts of another run, that run may know it; else it "
+                            f"is no input, or came after the stage shard." + f" The documents of {', '.join(tokens)} "
+                            f"came as tokens, without an id: --document finds them by their keys." * bool(tokens))
         return result
 
     def _listed(self) -> Iterator[Record]:
