@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.config.data import web_packages
 from drover.pipeline.contract.workers import Task
-from drover.pipeline.core.console import counted
+from drover.pipeline.core.console import counted, readable
 from drover.pipeline.core.errors import UnusableInputError, UserError, absent, all_problems, installed_version, listed
 from drover.pipeline.core.files import atomic_file, output_record, read_lines, sha256_file
 from drover.pipeline.data.counts import (
@@ -180,7 +180,7 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
             "text_bytes": {split: sums["text_bytes"] for split, sums in kept.items()},
             "documents_with_u2581": sum(sums["u2581"] for sums in kept.values()),
         }
-        remarks[source.name] = [*file_remarks(source, own), *_warnings(config, source, counts)]
+        remarks[source.name] = [*file_remarks(source, own), *_warnings(config, source, counts, cards[source.name])]
         if number in decided.least:
             remarks[source.name].append(f"source {source.name}: {low:,} documents are "
                                         f"{config.best_shares[source.name].reason}, whose scores are "
@@ -189,7 +189,7 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
             "incomplete_files": [vars(file) for file in incomplete(inputs)[:MOST_NAMED]]}
 
 
-def _warnings(config: ShardConfig, source: Source, counts: dict[str, Any]) -> Iterator[str]:
+def _warnings(config: ShardConfig, source: Source, counts: dict[str, Any], card: dict[str, Any]) -> Iterator[str]:
     unasked = {**counts["dropped"], "low_score": 0}
     filters = counts.get("filters", {})
     dropped = sum(unasked.values())
@@ -200,15 +200,26 @@ def _warnings(config: ShardConfig, source: Source, counts: dict[str, Any]) -> It
         yield (f"warning: source {source.name}: {dropped:,} of {counts['documents_in']:,} documents "
                f"({dropped / counts['documents_in']:.0%}) are dropped, most as "
                f"{_counted(dict((+reasons).most_common(3)))}")
+    for name, left in card.get("languages_kept", {}).items():
+        if gone := [language for language, count in left.items() if not count]:
+            yield (f"warning: source {source.name}: other filters drop all documents in {', '.join(gone)} that the "
+                   f"filter {name} keeps; gopher_quality's stop words, for example, are English")
     for split in SPLITS:
         if not counts[split]:
             yield (f"warning: source {source.name} has no {split} document ({counts['train']} train, "
                    f"{counts['validation']} validation); shard.validation_share is {config.validation_share:g}")
+    if pages := _pages(source, counts):
+        yield f"warning: source {source.name}: {pages}"
+
+
+def _pages(source: Source, counts: dict[str, Any]) -> str:
+    """Why a source's HTML pages are taken for text, and what to do; "" if there are few."""
     pages = counts.get("documents_that_are_html", 0)
-    if pages > MANY_PAGES * counts["documents_in"] and getattr(source, "html", "pages") != "keep":
-        yield (f"warning: source {source.name}: {pages:,} of {counts['documents_in']:,} documents begin as HTML pages, "
-               f"so the model learns their markup; put these into a source of their own with html: fields, which "
-               f"extracts the text of all its records, or set html: keep")
+    if pages <= MANY_PAGES * counts["documents_in"] or getattr(source, "html", "pages") == "keep":
+        return ""
+    return (f"{pages:,} of {counts['documents_in']:,} documents begin as HTML pages, so the model learns their markup; "
+            f"put these into a source of their own with html: fields, which extracts the text of all its records, or "
+            f"set html: keep")
 
 
 def _gather_rejections(folder: Path, units: list[str]) -> None:
@@ -223,12 +234,16 @@ def _gather_rejections(folder: Path, units: list[str]) -> None:
 def _refuse(work: Work, counts: dict[str, Any], inputs: list[FileRead]) -> None:
     """UserError if too much was unreadable, or if a source or split is empty. No shard is written before."""
     config, problems = work.config.shard, []
-    for source, own in counts["sources"].items():
+    for settings in config.sources:
+        source = settings.name
+        own = counts["sources"][source]
         if own["train"] + own["validation"] == 0:
+            pages = _pages(settings, own)
             rejected = f"{own['rejected']:,} unreadable{_most_rejected(work.folder, source)}"
             problems.append(f"source {source} yields no documents: {own['documents_in']:,} read, of which "
                             f"{_counted(own['dropped'])}, {rejected}. Correct the source"
-                            f"{' or shard.filters' if config.filters else ''}, or leave it out.")
+                            f"{' or shard.filters' if config.filters else ''}, or leave it out."
+                            f"{f' Of the source, {pages}.' if pages else ''}")
         fields = counts["cards"][source].get("fields", {})
         if absent := [name for name, own in fields.items() if own["of"] and not own["in"]]:
             problems.append(f"source {source}: none of the {fields[absent[0]]['of']:,} records that could be read has "
@@ -302,8 +317,8 @@ def _print_counts(work: Work, counts: dict[str, Any], outputs: list[dict[str, An
                  f"({work.folder / REJECTED} names them), of {counted(len(files), 'file')}: {named(files)}")
     for name, own in counts.get("filters", {}).items():
         reasons = f" ({_counted(own['reasons'], '; ')})" if own["reasons"] else ""
-        work.say(f"filter {name}: {own['documents']:,} documents ({own['bytes'] / 1e6:,.1f} MB) dropped{reasons}, "
-                 f"{own['changed']:,} changed")
+        size = f" ({readable(own['bytes'])})" if own["bytes"] else ""
+        work.say(f"filter {name}: {own['documents']:,} documents{size} dropped{reasons}, {own['changed']:,} changed")
     cut = f" + {counts['cut_in_two']:,} by cutting in two" if counts["cut_in_two"] else ""
     shards = " + ".join(str(sum(record["split"] == split for record in outputs)) for split in SPLITS)
     became, size = {name: count for name, count in counts["files"].items() if count}, counts["bytes"]
@@ -312,7 +327,7 @@ def _print_counts(work: Work, counts: dict[str, Any], outputs: list[dict[str, An
     work.say(f"{counted(counts['documents_in'], 'document')} in{cut} = {counts['train']:,} train + "
              f"{counts['validation']:,} validation + {sum(counts['dropped'].values()):,} dropped "
              f"({_counted(counts['dropped'])}) + "
-             f"{counts['rejected']:,} rejected; {sum(counts['text_bytes'].values()) / 1e6:,.1f} MB in {shards} shards")
+             f"{counts['rejected']:,} rejected; {readable(sum(counts['text_bytes'].values()))} in {shards} shards")
 
 
 def _counted(counts: dict[str, int], separator: str = ", ") -> str:

@@ -131,7 +131,7 @@ def remarks(source: Source, files: Sequence[FileRead]) -> Iterator[str]:
     if truncated := sum(file.truncated for file in files):
         yield f"source {source.name}: {truncated:,} pages were truncated by the crawler, and are kept as far as they go"
     if empty := [file.file for file in files if file.became == "empty" and not file.passed_over]:
-        yield f"source {source.name}: {len(empty):,} files hold no record ({first(empty)})"
+        yield f"source {source.name}: {counted(len(empty), 'file')} without a record ({first(empty)})"
     looked = [file for file in files if file.separated is not None]
     without = [file for file in looked if not file.separated]
     if source.kind == "files" and without:
@@ -202,9 +202,10 @@ def source_card(records: Sequence[Mapping[str, Any]], examples: int) -> Record:
         examples: dropped documents to show for each filter and reason.
 
     Returns:
-        As `DataCard.record`, with `languages`: documents by language, for each filter that counts languages; and
-        `scores`: documents `kept` and `dropped` by the lower end of the scores' bins, for each classifier; `removed`:
-        lines and bytes, for each filter of duplicate lines.
+        As `DataCard.record`, with `languages`: documents by language, for each filter that counts languages;
+        `languages_kept`: those in wanted ones that all filters keep; `scores`: documents `kept` and `dropped` by the
+        lower end of the scores' bins, for each classifier; `removed`: lines and bytes, for each filter of duplicate
+        lines.
     """
     cards = [DataCard().record()]
     shown = dict[str, dict[str, list[Any]]]()
@@ -215,7 +216,7 @@ def source_card(records: Sequence[Mapping[str, Any]], examples: int) -> Record:
                 _show(shown, name, reason, own, examples)
     card = total({key: value for key, value in own.items() if key != "examples"} for own in cards)
     seen = {what: total({name: own[what] for name, own in record["findings"].items() if what in own}
-                        for record in records) for what in ("languages", "scores", "removed")}
+                        for record in records) for what in ("languages", "languages_kept", "scores", "removed")}
     seen["languages"] = {name: most_frequent(counts, MOST_LANGUAGES, OTHERS)
                          for name, counts in seen["languages"].items()}
     return {**card, "examples": shown, **{what: own for what, own in seen.items() if own}}

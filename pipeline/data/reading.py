@@ -56,10 +56,10 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     not be read; on request the documents that filters dropped.
 
     Returns the counts `read`, `documents` (staged), `empty`, `rejected`, `lost` (files that break off) and `html`, of
-    documents that begin as a page (PAGE) after the filters; those of `filters` (see `Chain`), its `card` (see
-    `DataCard`), `inputs` (of each file or part: path, name, bytes, mtime_ns and sha256, see `Input.record`, and
-    what became of it, see `FileRead`), the files as `outputs`, the staged documents first, and `fields`: in
-    how many of the documents that could be read each meta field is that the source names.
+    documents that begin as a page (PAGE) after the filters, dropped ones as their filter saw them; those of `filters`
+    (see `Chain`), its `card` (see `DataCard`), `inputs` (of each file or part: path, name, bytes, mtime_ns and sha256,
+    see `Input.record`, and what became of it, see `FileRead`), the files as `outputs`, the staged documents first, and
+    `fields`: in how many of the documents that could be read each meta field is that the source names.
 
     Raises:
         UserError: a file is not what it was when the stage began, or cannot be read; a filter failed.
@@ -96,13 +96,13 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
                                          url=str(read.meta.get("url") or "")).line())
                 continue
             left = chain(*item)
+            counts["html"] += bool(PAGE.match((left.document if isinstance(left, Dropped) else left[0]).text))
             if isinstance(left, Dropped):
                 card.drop(left)
                 if kept_aside is not None:
                     kept_aside.write(left.line())
                 continue
             document, member = left
-            counts["html"] += bool(PAGE.match(document.text))
             card.add(document, changed=document.text != read.text)
             if signer is not None:
                 signer.add(document.text)

@@ -90,7 +90,7 @@ def test_files_bytes_and_documents_add_up_and_a_file_that_was_not_read_is_named(
     assert "bytes of the files cannot be read" in error and "s/b.json (0 documents read, 27 kB of 27 kB" in error
     printed = run("shard", config, "shard.max_rejected_share=0.5").out
     assert "rejected.jsonl names them), of 2 files: s/b.json (0 documents" in printed
-    assert "source s: 1 files hold no record (c.jsonl)" in printed
+    assert "source s: 1 file without a record (c.jsonl)" in printed
     counts = manifest_of(config, "shard", "a").counts
     assert counts["files"] == {"in": 5, "whole": 2, "partly": 1, "unread": 1, "empty": 1}
     rejected = list(read_lines(folder_of(config) / "rejected.jsonl"))

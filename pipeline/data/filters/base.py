@@ -47,7 +47,7 @@ from pydantic import Field
 from drover.pipeline.config.kinds import Kind, external_sources
 from drover.pipeline.config.section import added
 from drover.pipeline.config.shipped import FILTERS, name_of
-from drover.pipeline.core.errors import UnusableInputError, raised_at
+from drover.pipeline.core.errors import UnusableInputError, UserError, raised_at
 from drover.pipeline.core.files import Record
 from drover.pipeline.data.counts import most_frequent
 from drover.pipeline.data.documents import Document, as_values, to_json
@@ -89,6 +89,9 @@ class Filter(Kind):
 
     def take(self, files: Sequence[Path]) -> None:
         """Read what passes before the reading made for it; for most filters there is nothing."""
+
+    def kept(self) -> None:
+        """Called after the document that it was given last has passed all filters."""
 
     def findings(self) -> Record:
         """What it has counted in the documents so far: numbers, or dictionaries of them."""
@@ -175,14 +178,17 @@ class Chain:
                     result = replace(result, place=document.place)  # which a filter of one's own may forget
                     member = to_json(result)
             except Exception as error:
+                why = error if isinstance(error, UserError) else f"{type(error).__name__}: {error} ({raised_at(error)})"
                 raise UnusableInputError(
                     f"The filter {name} of shard.filters fails on the document {document.id} of the source "
-                    f"{document.source}: {type(error).__name__}: {error} ({raised_at(error)}). Correct it, or take it "
-                    f"out, and run the stage again: what was read so far is then read again.") from error
+                    f"{document.source}: {why}. Correct it, or take it out, and run the stage again: what was read so "
+                    f"far is then read again.") from error
             if isinstance(result, str) or not result.text.strip():
                 return self._drop(Dropped(document, name, result if isinstance(result, str) else NO_TEXT))
             self.counts[name]["changed"] += result.text != document.text
             document = result
+        for own in self.filters:
+            own.kept()
         return document, member
 
     def findings(self) -> dict[str, Record]:

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from drover.pipeline.config.section import LocalPath, execution
 from drover.pipeline.config.shipped import name_of
-from drover.pipeline.core.errors import UserError, meant
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.base import Filter
@@ -51,9 +51,11 @@ class FastText(Filter):
         number of units."""
         known = self._model[1]
         if unknown := [label for label in labels if label not in known]:
+            typed = unknown[0].lower()
+            nearest = sorted(known, key=lambda label: ([label[:end] != typed[:end] for end in (3, 2, 1)], label))[:5]
             raise UserError(f"The filter {name_of(self)} names {', '.join(unknown)}, but the model {self.path} knows "
-                            f"{len(known)} labels, among them {', '.join(sorted(known)[:5])}; "
-                            f"{meant(unknown[0], known)} Correct `{setting}`.")
+                            f"{len(known)} labels; the nearest are {', '.join(nearest)}. Correct "
+                            f"`{setting}`.")
 
     @cached_property
     def _model(self) -> tuple[Any, set[str]]:

@@ -33,14 +33,25 @@ class Language(FastText):
         """Load the model."""
         self.refuse_unknown("languages", self.languages)
 
+    _last: str = ""
+
     @cached_property
     def _seen(self) -> Counter[str]:
         return Counter()
 
+    @cached_property
+    def _left(self) -> Counter[str]:
+        return Counter()
+
+    def kept(self) -> None:
+        """Count the language of a document that all filters keep."""
+        self._left[self._last] += 1
+
     def findings(self) -> dict[str, dict[str, int]]:
         """Documents by language, with `min_share` by that of most characters; `unknown` counts those whose language the
-        model was not sure of."""
-        return {"languages": dict(sorted(self._seen.items()))} if self._seen else {}
+        model was not sure of. And how many in each of `languages` that it saw all filters keep."""
+        return {"languages": dict(sorted(self._seen.items())), "languages_kept": {
+            name: self._left[name] for name in self.languages if self._seen[name]}} if self._seen else {}
 
     def __call__(self, document: Document) -> Document | str:
         text = document.text
@@ -50,6 +61,7 @@ class Language(FastText):
             characters[self._language(part)] += len(part)
         [(language, _)] = characters.most_common(1)
         self._seen[language] += 1
+        self._last = language
         wanted = sum(characters[name] for name in set(self.languages))
         if wanted >= (self.min_share or 1) * characters.total():
             return document

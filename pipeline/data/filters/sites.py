@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.base import Filter
 
@@ -37,8 +38,8 @@ class Site(Filter):
 
     def __call__(self, document: Document) -> Document | str:
         if self.field not in document.meta:
-            raise LookupError(f"the document has no {self.field}: name it in meta_fields of the source "
-                              f"{document.source}, or give the filter `sources` without that one")
+            raise UserError(f"the document has no {self.field}: name it in meta_fields of the source "
+                            f"{document.source}, or give the filter `sources` without that one")
         host = _host(str(document.meta[self.field] or ""))
         if self.keep and not _is_of(host, self.keep):
             return "of no site to keep" if host else "without a URL"

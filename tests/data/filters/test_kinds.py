@@ -134,14 +134,14 @@ def test_other_languages_and_doubtful_ones_are_dropped(outcomes):
     own, result = outcomes(["en"])
     assert own.reads() == [TWO] and "path" not in identity(own)
     assert result == [None, other, other, doubtful]
-    assert own.findings() == {"languages": {"de": 1, "en": 1, "fr": 1, "unknown": 1}}
+    assert own.findings()["languages"] == {"de": 1, "en": 1, "fr": 1, "unknown": 1}
     assert outcomes(["de", "fr"])[1] == [other, None, None, doubtful]
     assert outcomes(["en"], min_probability=0.0)[1] == [None, other, other, other]
 
 
 def test_labels_are_those_of_the_model(outcomes):
     assert outcomes(["eng_Latn", "fra_Latn"], WITH_SCRIPTS)[1][:3] == [None, "of another language", None]
-    refused(UserError, r"names eng, but the model .* knows 3 labels.*did you mean 'eng_Latn'\? Correct `languages`",
+    refused(UserError, r"names eng, but the model .* knows 3 labels; the nearest are eng_Latn, .*\. Correct `lang",
             made(kind="language", path=str(WITH_SCRIPTS), languages=["eng"]).open)
 
 
