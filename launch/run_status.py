@@ -184,7 +184,9 @@ def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
     if current.state in FINISHED and not partial:
         return RunStatus(run, rows, (requested or rows)[-1], remarks, "done")
     mended = "once the cause is fixed, " * (current.state == "failed" or bool(refused))
-    return RunStatus(run, rows, current, [*remarks, f"{mended}to continue: {continue_command(run)}"], "failed")
+    # On this machine the cause may be in the user's own file, of which the run folder has a copy.
+    how = "the same command continues" if mended and not run.chain else f"to continue: {continue_command(run)}"
+    return RunStatus(run, rows, current, [*remarks, mended + how], "failed")
 
 
 def continue_command(run: RunFiles) -> str:

@@ -227,8 +227,9 @@ def look(folder: Path) -> Corpus:
     if is_sample:
         notes.append(f"looked into {len(looked):,} of {len(paths):,} files, the same ones each time; the others are "
                      f"taken to be as most of these with their ending")
-    notes += [f"shard will reject {len(alike):,} of {records:,} records that were looked at: "
-              f"{_shown([*dict(alike)], folder)}: {alike[0][1]}" for alike in broken.values()]
+    if broken:
+        notes.append(f"shard will reject {rejected:,} of {records:,} records that were looked at: " + "; ".join(
+            f"{len(alike):,} of {_shown([*dict(alike)], folder)}: {alike[0][1]}" for alike in broken.values()))
     extracted = with_pages.union(of_web)
     sizes = {path: path.stat().st_size * fmean(shares[_ending(path)]) if path in extracted else _text_bytes(path)
              for own in kinds.values() for path in own}

@@ -120,8 +120,9 @@ def serve(seconds: float, megabytes: int) -> None:
                 except BlankError as error:
                     answer = orjson.dumps({"reason": str(error)})
                 except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception
-                    answer = orjson.dumps({"reason": f"no text can be taken out of it: {str(error)[:100]} (memory "
-                                                     f"is limited to {megabytes / 1024:g} GB)"})
+                    took_much = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > megabytes << 9  # in kB: half
+                    limit = f" (memory is limited to {megabytes / 1024:g} GB)" * took_much
+                    answer = orjson.dumps({"reason": f"no text can be taken out of it: {str(error)[:100]}{limit}"})
                 connection.send_bytes(answer)
 
 

@@ -166,8 +166,9 @@ def matching(name: str, patterns: Sequence[str], exclude: Sequence[str] = ()) ->
                             f"({first(sorted(broken))}). Fetch what they name (`git annex get`, `dvc pull`), or remove "
                             f"them.")
         elif not files and (there or not matched):
-            problems.append(f"source {name}: no file matches {pattern} (looked for {full}). Correct `paths`. Of a "
-                            f"folder name the files, as in FOLDER/**/*.txt.")
+            problems.append(f"source {name}: {pattern} is a folder. Name the files in it, as in "
+                            f"{PurePath(pattern)}/**/*.html." if full.is_dir() else
+                            f"source {name}: no file matches {pattern} (looked for {full}). Correct `paths`.")
         result.update(dict.fromkeys(files))
     own = once(path for path in result if isinstance(path, Path))
     return [*own, *(path for path in result if not isinstance(path, Path))], problems

@@ -106,8 +106,8 @@ def test_problems_with_paths_are_told_all_at_once(tmp_path, monkeypatch):
         (tmp_path / link).symlink_to("c.doc")
     refused(UserError, r"2 links that match .*\(b.doc, c.doc\)", names, second)
     (tmp_path / "data/web").mkdir(parents=True)
-    refused(UserError, re.escape(f"no file matches data/web (looked for {tmp_path}/data/web). Correct `paths`. Of a "
-                                 f"folder"), read, "data/web")
+    refused(UserError, re.escape("data/web/ is a folder. Name the files in it, as in data/web/**/*.html."), read,
+            "data/web/")
 
 
 def test_a_file_that_vanishes_is_not_taken_for_a_broken_one(tmp_path):

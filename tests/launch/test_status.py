@@ -111,7 +111,7 @@ def test_a_submission_that_slurm_refused_whole_ends_with_a_start_here(run):
     run.attempt("attempt", "shard", "local", seconds=60, ranks=0, nodes=["n1"], chain="local-1")
     seen = run.status({})
     assert seen.files.chain is None and "No such account" not in str(seen.remarks)
-    assert seen.remarks[-1] == "once the cause is fixed, to continue: drover run runs/demo/config.yaml --cluster local"
+    assert seen.remarks[-1] == "once the cause is fixed, the same command continues"
     run.done(*STAGES, until=10)
     assert run.status({}).outcome == "done"
     run.submitted(planned=7, refused="No such account.", seconds=5)  # by --force

@@ -65,8 +65,9 @@ def _files(counts: Record, entries: Record) -> Iterator[Block]:
 def _filters(counts: Record, kept: bool) -> Iterator[Block]:
     """The documents that each filter dropped and changed, with reasons; and contamination that it found."""
     yield Table("Filters", {"filter": "{filter}", "dropped": "{documents:,}", "dropped text": "{bytes:B}",
-                            "changed": "{changed:,}", "why it dropped": "{reasons}"},
-                flat(counts.get("filters", {}), "filter"),
+                            "changed": "{changed:,}", "why it dropped": "{why}"},
+                [{**own, "why": [f"{count:,} {reason}" for reason, count in own["reasons"].items()]}
+                 for own in flat(counts.get("filters", {}), "filter")],
                 "In the order in which they ran, before deduplication. Each filter gets the documents that the "
                 "filters before it kept, with their changes." + " Dropped documents are in shard/dropped." * kept)
     result = flat(counts.get("contamination", {}), "filter", "task")
