@@ -288,7 +288,7 @@ READERS = (
     Reader("configuration", _config, lambda folder: load_config(folder / "c.yaml"), cost=12, known=(
         ("c.yaml", lambda whole: b'base: "x\\0y"\n'), ("c.yaml", lambda whole: whole + b"seed: " + b"9" * 5000))),
     Reader("run", make_trained_run, _read_run, (f"{RUN}/*/*.json", f"{RUN}/config.yaml"), cost=20,
-           allowed=("open", "os.rename"), known=planted("""
+           allowed=("open", "os.mkdir", "os.rename"), known=planted("""
         runs/small/encode/manifest.json -> fingerprint -> {}
         runs/small/encode/manifest.json -> accepted -> [3]
         runs/small/encode/manifest.json -> files -> [{}]
