@@ -37,6 +37,7 @@ from drover.tools.init import START_S, step_flops, training_rate
 from drover.tools.sweep import Sweep, SweepFile, profile_of, train
 
 if TYPE_CHECKING:
+    from drover.pipeline.reporting.document import ReportDocument
     from drover.pipeline.reporting.ladder import TrainedRung
 
 LEAST_STEPS = 20
@@ -185,9 +186,7 @@ def add_options(parser: Parser) -> None:
 def work(options: argparse.Namespace) -> int:
     """Plan, train the grid, fit, train the larger one, write the page."""
     file, base = read_ladder(options.file, options.cluster)
-    from drover.pipeline.reporting.document import console_lines
     from drover.pipeline.reporting.ladder import Ladder
-    from drover.pipeline.reporting.render import html
 
     rungs = rungs_of(file, base, options.file)
     target = target_of(file, base, rungs)
@@ -205,13 +204,20 @@ def work(options: argparse.Namespace) -> int:
     if (status := train(larger, options.cluster)) or not all_ended(larger):
         return status
     ladder = replace(ladder, outcome=trained(larger, [target])[0])
-    document, page = ladder.page(f"Ladder {options.file.stem}"), grid.folder / PAGE
+    show(ladder.page(f"Ladder {options.file.stem}"), ladder.as_json(), grid.folder / PAGE, json_only=options.json)
+    return 0
+
+
+def show(document: ReportDocument, record: dict[str, Any], page: Path, *, json_only: bool) -> None:
+    """Write a page, and print what it says, or the record for programs."""
+    from drover.pipeline.reporting.document import console_lines
+    from drover.pipeline.reporting.render import html
+
     write_text(page, html(document))
-    if options.json:
-        print(json.dumps(ladder.as_json(), ensure_ascii=False, allow_nan=False))
+    if json_only:
+        print(json.dumps(record, ensure_ascii=False, allow_nan=False))
     else:
         draw(*console_lines(document), f"page      {page}")
-    return 0
 
 
 def sweep_of(path: Path, file: LadderFile, base: Config, rungs: Sequence[Rung]) -> Sweep:

@@ -26,12 +26,12 @@ from drover.pipeline.config.loading import load_config, read_section, refusal, s
 from drover.pipeline.config.section import LocalPath, Section, local_path
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run
-from drover.pipeline.core.console import Parser, Program, add_json, draw, echo
+from drover.pipeline.core.console import Parser, Program, add_json, echo
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record, read_record, write_text
+from drover.pipeline.core.files import Record, read_record
 from drover.pipeline.evaluation.mixtures import least_mixtures
-from drover.pipeline.reporting.document import console_lines, value
-from drover.tools.ladder import all_ended
+from drover.pipeline.reporting.document import value
+from drover.tools.ladder import all_ended, show
 from drover.tools.sweep import BASE, Sweep, SweepFile, train
 
 if TYPE_CHECKING:
@@ -91,7 +91,6 @@ def add_options(parser: Parser) -> None:
 def work(options: argparse.Namespace) -> int:
     """Train on random mixtures, fit, train on the best, write the page."""
     from drover.pipeline.reporting.mixture import MixtureSearch
-    from drover.pipeline.reporting.render import html
 
     file, base = read_mixture(options.file)
     mixtures = drawn(file, base.source_names)
@@ -114,12 +113,7 @@ def work(options: argparse.Namespace) -> int:
     if (status := train(best, options.cluster)) or not all_ended(best):
         return status
     search = replace(search, outcome=trained(best, {name: search.best_shares})[0])
-    document, page = search.page(f"Mixture {options.file.stem}"), tried.folder / PAGE
-    write_text(page, html(document))
-    if options.json:
-        print(json.dumps(search.as_json(), ensure_ascii=False, allow_nan=False))
-    else:
-        draw(*console_lines(document), f"page      {page}")
+    show(search.page(f"Mixture {options.file.stem}"), search.as_json(), tried.folder / PAGE, json_only=options.json)
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -116,8 +117,8 @@ class MixtureSearch:
         trained = Table("Trainings", {
             "mixture": "{name}", **{f"share of {name}": f"{{shares[{name}]:.2f}}" for name in self.weights},
             **{name: f"{{losses[{name}]:.4f}}" for name in self.weights}, "loss": "{loss:.4f}",
-            "by the law": "{by_law:.4f}"}, self.rows, f"In {UNIT} of each source's validation text; `loss` is their "
-            f"weighted mean.")
+            "by the law": "{by_law:.4f}"}, sorted(self.rows, key=itemgetter("loss")),
+            f"In {UNIT} of each source's validation text; `loss` is their weighted mean.")
         return ReportDocument(
             title, "A law of the loss on each source over the shares of all, fitted to random mixtures", self.sentence,
             [Notice("warning", f"Left out, because training diverged: {', '.join(self.left_out)}.")] * bool(
