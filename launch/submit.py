@@ -21,6 +21,7 @@ if __package__ in (None, ""):  # run as a script: find the packages, and let no 
 
 import argparse
 import shutil
+from functools import partial
 from typing import Literal
 
 from drover.launch.arguments import USUAL, add_config, configuration, overrides, refuse_unusable_places
@@ -43,7 +44,7 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import parse_stages
 from drover.pipeline.contract.state import LOCAL, STOP, now
 from drover.pipeline.core.console import Parser, Program, counted, echo
-from drover.pipeline.core.errors import UserError, absent, all_problems
+from drover.pipeline.core.errors import UserError, absent, all_problems, refusals
 
 
 def add_options(parser: Parser) -> None:
@@ -107,8 +108,8 @@ def _launch(options: argparse.Namespace) -> int:
             echo("nothing to do: all asked stages are done")
         if options.commands:
             _show(config, jobs, local=local)
-        if not local:
-            refuse_queued(run)
+        for problem in [] if local else refusals(partial(refuse_queued, run)):
+            echo(problem)
         return 0
     for job in jobs:
         if not job.to_run:

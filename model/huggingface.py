@@ -1,5 +1,7 @@
 """The network's shape as Hugging Face's config.json has it. Without torch; pipeline/formats reads the weights."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,3 +51,34 @@ def _only(content: Mapping[str, Any], key: str, *readable: Any) -> Any:
     if value not in readable:
         raise ValueError(f"config.json has {key} = {value!r}; only {', '.join(map(repr, readable))} can be read.")
     return value
+
+
+def config_to_json(config: ModelConfig, dtype: object) -> dict[str, Any]:
+    """The content of config.json, of a LlamaForCausalLM, without token ids. dtype: torch's, or its name."""
+    scaling = None
+    if config.rope_scaling is not None:
+        settings = config.rope_scaling.model_dump()
+        scaling = {"rope_type": "llama3",
+                   "original_max_position_embeddings": settings.pop("original_context_length"), **settings}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "intermediate_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_width,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "max_position_embeddings": config.context_length,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied_embeddings,
+        # transformers 4 reads rope_theta and rope_scaling, transformers 5 rope_parameters.
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta},
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }

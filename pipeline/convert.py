@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if __package__ in (None, ""):  # run as a script: find the packages, and let no file of this folder shadow a library
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from drover.model.huggingface import config_to_json, shape_of
 from drover.pipeline.contract.state import clear
 from drover.pipeline.core.console import counted
 from drover.pipeline.core.errors import UserError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from drover.model.config import ModelConfig
+    from drover.pipeline.config.tree import Config
     from drover.pipeline.contract.inputs import Expected
     from drover.pipeline.contract.stage_work import Work
     from drover.pipeline.formats.huggingface import Read
@@ -28,6 +30,15 @@ if TYPE_CHECKING:
 CHECKED_TOKENS = 512
 """How many validation tokens are compared. A float64 forward pass of the checkpoint is the reference for transformers
 with the export, and for the training model: logits and argmax tokens."""
+
+
+def problems(config: Config) -> list[str]:
+    """Why the network cannot be exported, before it is trained: fields that its config.json does not hold."""
+    model = config.model.with_vocabulary(config.model.vocab_size or 1)
+    lost = model.differences(shape_of(config_to_json(model, "float32")))
+    return [f"model.{' and model.'.join(lost)} cannot be exported: a Llama's config.json has no such key. To train the "
+            f"network without an export, request the stages up to train (--stage shard,tokenizer,encode,train)."
+            ] if lost else []
 
 
 def convert(work: Work) -> None:

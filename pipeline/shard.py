@@ -217,9 +217,12 @@ def _pages(source: Source, counts: dict[str, Any]) -> str:
     pages = counts.get("documents_that_are_html", 0)
     if pages <= MANY_PAGES * counts["documents_in"] or getattr(source, "html", "pages") == "keep":
         return ""
-    return (f"{pages:,} of {counts['documents_in']:,} documents begin as HTML pages, so the model learns their markup; "
-            f"put these into a source of their own with html: fields, which extracts the text of all its records, or "
-            f"set html: keep")
+    begin = (f"{pages:,} of {counts['documents_in']:,} documents begin as HTML pages, so the model learns their "
+             f"markup; ")
+    if source.kind == "hf":
+        return f"{begin}download the data set's files, and read them by kind: files with html: fields"
+    return (f"{begin}put these into a source of their own with html: fields, which extracts the text of all its "
+            f"records, or set html: keep")
 
 
 def _gather_rejections(folder: Path, units: list[str]) -> None:

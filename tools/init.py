@@ -300,8 +300,8 @@ def as_yaml(corpus: Corpus, proposal: Proposal, name: str) -> str:
     prompts = corpus.prompts or ["The "]
     least = max(0.01 * corpus.sampled, PAGES_REJECTED * corpus.has_pages)
     allowed = min(1.0, max(least, math.ceil(2000 * corpus.rejected_share) / 1000))
-    rejected = (f"  max_rejected_share: {allowed:g}   # twice what was broken ({corpus.rejected_share:.2%}), more if "
-                f"not all was looked at\n") * (allowed > ShardConfig().max_rejected_share)
+    rejected = (f"  max_rejected_share: {allowed:g}   # twice what was broken ({corpus.rejected_share:.2%}), more for "
+                f"pages, or if not all was looked at\n") * (allowed > ShardConfig().max_rejected_share)
     remarks = [f"# {' '.join(printable(own).split())}\n" for own in (
         *(f"left out: {own}" for own in corpus.left_out), *corpus.remarks)]
     short_of_text = proposal.wanted >= int(ROOM * EPOCHS * proposal.corpus_tokens)

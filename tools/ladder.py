@@ -235,7 +235,7 @@ def all_ended(sweep: Sweep) -> bool:
         return False
     waiting = [run.config.name for run in sweep.runs() if not run.is_done and not run.diverged]
     if waiting:
-        echo(f"The ladder waits for {first(waiting)}. Give the same command again when these runs are done.",
+        echo(f"Not done yet: {first(waiting)}. Give the same command again when these runs are done.",
              file=sys.stderr)
     return not waiting
 

@@ -3,8 +3,15 @@
     drover mixture configs/experiments/mixture.yaml
     drover mixture configs/experiments/mixture.yaml --json
 
-The file names a configuration (`base`), how many random mixtures to train on, seeds, and what each source's validation
-text counts. Each training is an ordinary run, and all share the tokens of one. The same command continues, and trains
+The file names a configuration, how many random mixtures to train on, seeds, and what each source's validation text
+counts:
+
+    base: mixture_base.yaml         # relative to this file
+    mixtures: 16
+    seeds: [0]                      # the default
+    weights: {code: 2, notes: 1}    # default: all the same
+
+Each training is an ordinary run, and all share the tokens of one. The same command continues, and trains
 what was added to the file.
 """
 
@@ -19,7 +26,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from drover.pipeline.config.loading import load_config, read_section, refusal, shipped
@@ -29,10 +35,9 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.core.console import Parser, Program, add_json, echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, read_record
-from drover.pipeline.evaluation.mixtures import least_mixtures
 from drover.pipeline.reporting.document import value
 from drover.tools.ladder import all_ended, show
-from drover.tools.sweep import BASE, Sweep, SweepFile, train
+from drover.tools.sweep import BASE, Sweep, SweepFile, profile_of, train
 
 if TYPE_CHECKING:
     from drover.pipeline.reporting.mixture import TrainedMixture
@@ -53,10 +58,12 @@ class MixtureFile(Section):
     """What a source's validation text counts; all the same by default."""
 
 
-def read_mixture(path: Path) -> tuple[MixtureFile, Config]:
-    """The file and its base; UserError for all problems."""
+def read_mixture(path: Path, cluster: str = "local") -> tuple[MixtureFile, Config]:
+    """The file and its base; UserError for all problems. cluster: as of drover run."""
+    from drover.pipeline.evaluation.mixtures import least_mixtures
+
     file = read_section(path, MixtureFile, "Give the file of a search; `drover mixture --help` shows one.")
-    base = load_config(shipped(Path(local_path(file.base)), path.parent))
+    base = load_config(shipped(Path(local_path(file.base)), path.parent), profile_of(cluster))
     sources = base.source_names
     problems = [f"weights: {name} is no source of the base, which has {', '.join(sources)}."
                 for name in file.weights if name not in sources]
@@ -73,6 +80,8 @@ def read_mixture(path: Path) -> tuple[MixtureFile, Config]:
 
 def drawn(file: MixtureFile, sources: list[str]) -> dict[str, dict[str, float]]:
     """Random mixtures by name, uniform among all; shares of two digits with the sum 1."""
+    import numpy as np
+
     result = {}
     for number, shares in enumerate(np.random.default_rng(0).dirichlet(np.ones(len(sources)), file.mixtures), start=1):
         ends = np.round(np.cumsum(shares), 2)
@@ -90,9 +99,10 @@ def add_options(parser: Parser) -> None:
 
 def work(options: argparse.Namespace) -> int:
     """Train on random mixtures, fit, train on the best, write the page."""
+    from drover.pipeline.evaluation.mixtures import least_mixtures
     from drover.pipeline.reporting.mixture import MixtureSearch
 
-    file, base = read_mixture(options.file)
+    file, base = read_mixture(options.file, options.cluster)
     mixtures = drawn(file, base.source_names)
     tried = sweep_of(options.file, file, base, mixtures)
     if (status := train(tried, options.cluster)) or not all_ended(tried):
@@ -100,9 +110,10 @@ def work(options: argparse.Namespace) -> int:
     own, *random = trained(tried, {BASE: {}, **mixtures})
     if own is None:
         raise UserError(f"Training on the base's own mixture diverged. Lower train.lr in {file.base}.")
-    weights = {name: file.weights.get(name, 0.0 if file.weights else 1.0) for name in base.source_names}
+    weights = file.weights or dict.fromkeys(own.losses, 1.0)
     if missing := [name for name in weights if name not in own.losses]:
-        raise UserError(f"No validation text of {', '.join(missing)}: raise shard.validation_share in {file.base}.")
+        raise UserError(f"{options.file}: weights names {', '.join(missing)}, of which there is no validation text. "
+                        f"Give the source more of it in {file.base}, or leave it out of weights.")
     ended = [one for one in random if one is not None]
     if len(ended) < least_mixtures(len(base.source_names)):
         raise UserError(f"Only {len(ended)} of the trainings did not diverge. Lower train.lr in {file.base}.")
@@ -112,7 +123,8 @@ def work(options: argparse.Namespace) -> int:
     best = sweep_of(options.file, file, base, {name: search.best_shares})
     if (status := train(best, options.cluster)) or not all_ended(best):
         return status
-    search = replace(search, outcome=trained(best, {name: search.best_shares})[0])
+    outcome = trained(best, {name: search.best_shares})[0]
+    search = replace(search, outcome=outcome, has_diverged=outcome is None)
     show(search.page(f"Mixture {options.file.stem}"), search.as_json(), tried.folder / PAGE, json_only=options.json)
     return 0
 

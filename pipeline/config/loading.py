@@ -42,7 +42,7 @@ MOST_VALUES = 1 << 20
 """Most values in a file or override, those of an alias counted wherever it stands. Nested aliases could make more than
 any memory holds."""
 
-OF_COMMANDS = {"parameters": "ladder", "seeds": "sweep"}
+OF_COMMANDS = {"parameters": "ladder", "mixtures": "mixture", "seeds": "sweep"}
 """Commands with files of their own, by a key that each of these has."""
 TYPED = "the command line"
 """Start of the place of an override."""
@@ -318,7 +318,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
     path = Path(path)
     typed = dict(map(_parted, overrides))
     tree = (_of_a_run(_with_bases(path, (), _advice(path)), path) if base is None
-            else base.model_dump(mode="json"))
+            else base.model_dump(mode="json", exclude_unset=True))
     if "model.preset" in typed:
         tree.pop("model", None)
     for key, text in typed.items():

@@ -196,7 +196,8 @@ class ParamGroup(Section):
     """What is different for the parameters of a group; null: as for all others."""
 
     lr: NonNegativeFloat | None = None
-    """Peak learning rate; it follows the same schedule as train.lr, and phases scale both alike."""
+    """Peak learning rate; it follows the same schedule as train.lr, and phases scale both alike. Under muP the width
+    scales it like train.lr."""
     weight_decay: NonNegativeFloat | None = None
     """Weight decay, also of norms and embeddings."""
 
@@ -261,7 +262,7 @@ class TrainConfig(Section):
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay, multiplied by the learning rate. Norms, biases and embeddings (also a
+    """Decoupled weight decay, multiplied by the learning rate. Norms and embeddings (also a
     tied output matrix) are decayed only where `param_groups` says so."""
     clip_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""

@@ -128,7 +128,7 @@ class Rejection:
         documents: how many documents are lost; 0 for a page that is passed over, or a document without text.
         lost: an unknown number of documents is lost beyond that: the file breaks off or cannot be opened.
         lost_bytes: of the unpacked file; 0 where nobody knows.
-        url: of a page, or of a record whose field of this name the source keeps.
+        url: of a page.
     """
 
     source: str
@@ -207,16 +207,16 @@ def from_json(member: bytes, key: str) -> Document:
     return document
 
 
-def value_in(record: Record, name: str) -> Any:
-    """The value of the field of that name, or of one in nested objects, as `content.text`; else of one in the object
-    `meta`, where text shards have it. None if there is none."""
+def value_in(record: Record, name: str, *, also_meta: bool = False) -> Any:
+    """The value of the field of that name, or of one in nested objects, as `content.text`; None if there is none.
+    also_meta: else of one in the object `meta`, where text shards have it."""
     if name in record:
         return record[name]
     value: Any = record
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     meta = record.get("meta")
-    return meta.get(name) if value is None and isinstance(meta, dict) else value
+    return meta.get(name) if also_meta and value is None and isinstance(meta, dict) else value
 
 
 def plain(value: Any) -> Any:

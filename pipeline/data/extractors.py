@@ -95,6 +95,11 @@ def language(text: str) -> str:
 OF_KIND = {"html": of_html, "text": of_text, "pdf": of_pdf}
 
 
+def _peak() -> int:
+    """The most memory that this process has had, in kB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def serve(seconds: float, megabytes: int) -> None:
     """Answer lists of requests (kind, data, charset, extractor) on the socket at the standard input, one by one, with
     `text` and `meta`, or with the `reason` why there is none."""
@@ -104,6 +109,7 @@ def serve(seconds: float, megabytes: int) -> None:
     most = megabytes << 20 if hard == resource.RLIM_INFINITY else min(hard, megabytes << 20)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     logging.disable()
+    inherited = _peak()  # of the process that started this one
     with Connection(0) as connection, suppress(EOFError, ConnectionError):
         while True:
             try:
@@ -120,7 +126,7 @@ def serve(seconds: float, megabytes: int) -> None:
                 except BlankError as error:
                     answer = orjson.dumps({"reason": str(error)})
                 except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception
-                    took_much = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > megabytes << 9  # in kB: half
+                    took_much = _peak() > max(inherited, megabytes << 9)  # more than half
                     limit = f" (memory is limited to {megabytes / 1024:g} GB)" * took_much
                     answer = orjson.dumps({"reason": f"no text can be taken out of it: {str(error)[:100]}{limit}"})
                 connection.send_bytes(answer)

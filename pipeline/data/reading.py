@@ -222,7 +222,8 @@ def _document(source: Source, name: str, place: Place, record: Any, limit: Limit
             if getattr(source, "html", "") == "fields" and not isinstance(record, PlainText):
                 return Waiting(document, Page(document.text.encode(), "html", UTF8), none)
             if document.meta:
-                fields.update(name for name in document.meta if name in record or value_in(record, name) is not None)
+                fields.update(name for name in document.meta
+                              if name in record or value_in(record, name, also_meta=True) is not None)
             return document, member
         reason = limit.reason
     except UnicodeEncodeError:
@@ -240,20 +241,20 @@ def _from_fields(source: FilesSource | HubSource, where: str, record: Any) -> Do
     """The document in a record's fields; TypeError, fit for a reader's eyes, if it lacks one or is of another kind."""
     if not isinstance(record, dict):
         raise TypeError(f"the record is {_kind(record)}, not an object with fields")
-    if missing := [name for name in (source.text_field, source.id_field)
-                   if name and name not in record and value_in(record, name) is None]:
+    if missing := [name for name in (source.text_field, source.id_field) if name and name not in record and value_in(
+            record, name, also_meta=name == source.id_field) is None]:
         present = first(list(map(str, record)), MOST_FIELDS)
         raise TypeError(f"no field named {', '.join(missing)}; the fields are {present or 'none'}")
     name = source.text_field
     text = record[name] if name in record else value_in(record, name)
-    own = value_in(record, source.id_field) if source.id_field else where
+    own = value_in(record, source.id_field, also_meta=True) if source.id_field else where
     if isinstance(text, bytes):  # a column of binary values
         text = text.decode("utf-8", "surrogateescape")
     if not isinstance(text, str):
         raise TypeError(f"the field '{source.text_field}' is {_kind(text)}, not text")
     if not isinstance(own, (str, int)):
         raise TypeError(f"the field '{source.id_field}' is {_kind(own)}, not text or a whole number")
-    meta = {field: plain(value_in(record, field)) for field in source.meta_fields}
+    meta = {field: plain(value_in(record, field, also_meta=True)) for field in source.meta_fields}
     return Document(text, source.name, str(own), meta, place=where if source.id_field else "")
 
 

@@ -111,8 +111,8 @@ def _paths(source: Source) -> tuple[Sequence[InputFile], list[str]]:
     if isinstance(source, StdlibSource):
         return _stdlib_paths(), []
     if isinstance(source, HubSource):
-        return [], [f"source {source.name}: {source.dataset} is on this machine. Read its files with `kind: files`, as "
-                    f"paths: [{source.dataset}/**/*.parquet]."] if Path(source.dataset).exists() or \
+        return [], [f"source {source.name}: {source.dataset} is a path of this machine. Read its files with `kind: "
+                    f"files`, as paths: [{source.dataset}/**/*.parquet]."] if Path(source.dataset).exists() or \
             source.dataset.startswith(("/", ".", "~")) else []
     files, problems = matching(source.name, source.paths, source.exclude)
     if any(isinstance(path, ObjectFile) for path in files) and any(isinstance(path, Path) for path in files):

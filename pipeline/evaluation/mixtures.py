@@ -35,8 +35,8 @@ class MixtureLaw:
     """The law of each source, and as many again for the residuals in other places.
 
     Attributes:
-        weights: of the sources' losses in the loss that is minimized, (sources,), with the sum 1.
-        constants: (replicates, sources). slopes: (replicates, source of the loss, source of the share).
+        weights: of the losses in the loss that is minimized, (losses,), with the sum 1.
+        constants: (replicates, losses). slopes: (replicates, losses, sources).
         residuals: logarithms of what was measured over the law, of the weighted loss, (mixtures,).
     """
 
@@ -47,8 +47,13 @@ class MixtureLaw:
 
     def losses(self, shares: Floats) -> Floats:
         """The weighted loss by each replicate, (replicates,), at shares (sources,) or (replicates, sources)."""
-        above = np.exp(np.einsum("rij,rj->ri", self.slopes, np.broadcast_to(shares, self.constants.shape)))
+        above = np.exp(np.einsum("rij,rj->ri", self.slopes, np.broadcast_to(shares, self._shape)))
         return (self.constants + above) @ self.weights
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        """Of the shares of all replicates."""
+        return self.slopes.shape[0], self.slopes.shape[2]
 
     def predict(self, shares: Floats) -> Estimate:
         """The weighted loss of a training on these shares, (sources,)."""
@@ -58,7 +63,7 @@ class MixtureLaw:
 
     def best(self) -> list[Estimate]:
         """The share of each source in the best mixture, by exponentiated gradients (Kivinen and Warmuth 1997)."""
-        shares = np.full(self.constants.shape, 1 / self.constants.shape[1])
+        shares = np.full(self._shape, 1 / self._shape[1])
         rate = 1 / np.abs(self.slopes).max(axis=(1, 2), keepdims=True)[:, 0] ** 2
         for _ in range(DESCENTS):
             above = self.weights * np.exp(np.einsum("rij,rj->ri", self.slopes, shares))
@@ -76,15 +81,16 @@ def fit_mixtures(shares: Floats, losses: Floats, weights: Sequence[float]) -> Mi
     """The law of trainings on mixtures.
 
     Args:
-        shares: of each source in each mixture, (mixtures, sources). losses: on each source, of the same shape, above 0.
-        weights: of each source's loss.
+        shares: of each source in each mixture, (mixtures, sources). losses: on sources that count, (mixtures, losses),
+            above 0.
+        weights: of these losses.
     """
     freedom = len(shares) - shares.shape[1] - 1
     assert freedom > 0, "as many mixtures as least_mixtures() says"
     normed = np.array(weights) / math.fsum(weights)
     constants, slopes = _fitted(shares, losses[None])
     at_mixtures = constants[:, None] + np.exp(np.einsum("rij,nj->rni", slopes, shares))
-    logs = np.log(losses / at_mixtures)[0]  # (mixtures, sources)
+    logs = np.log(losses / at_mixtures)[0]  # (mixtures, losses)
     wider = math.sqrt(len(shares) / freedom) * student(freedom, 1 - LEVEL) / NORMAL
     residuals = (logs - logs.mean(axis=0)) * wider
     drawn = residuals[np.random.default_rng(0).integers(len(shares), size=(REPLICATES, len(shares)))]
@@ -95,14 +101,14 @@ def fit_mixtures(shares: Floats, losses: Floats, weights: Sequence[float]) -> Mi
 
 
 def _fitted(shares: Floats, losses: Floats) -> tuple[Floats, Floats]:
-    """c and t of each row of losses (rows, mixtures, sources): (rows, sources) and (rows, sources, sources)."""
-    constants = CONSTANTS[:, None, None] * losses.min(axis=1)  # (tried, rows, sources)
+    """c and t of each row of losses (rows, mixtures, losses): (rows, losses) and (rows, losses, sources)."""
+    constants = CONSTANTS[:, None, None] * losses.min(axis=1)  # (tried, rows, losses)
     above = losses - constants[:, :, None]
     relative = above / losses  # residuals of the logarithm, times this, are shares of the loss
     normal = np.einsum("trni,nj,nk->trijk", relative**2, shares, shares)
     aims = np.einsum("trni,nj->trij", relative**2 * np.log(above), shares)
     slopes = np.linalg.solve(normal, aims[..., None])[..., 0]
     errors = ((relative * (np.log(above) - np.einsum("trij,nj->trni", slopes, shares)))**2).sum(axis=2)
-    chosen = errors.argmin(axis=0)  # (rows, sources)
-    rows, sources = np.indices(chosen.shape)
-    return constants[chosen, rows, sources], slopes[chosen, rows, sources]
+    chosen = errors.argmin(axis=0)  # (rows, losses)
+    rows, places = np.indices(chosen.shape)
+    return constants[chosen, rows, places], slopes[chosen, rows, places]

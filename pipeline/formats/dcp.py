@@ -31,11 +31,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from drover.model.config import ModelConfig
+from drover.model.huggingface import config_to_json
 from drover.model.names import EMBEDDING, OUTPUT, parameter_shapes
 from drover.pipeline.config.loading import read_shape
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import opened, read_bytes
-from drover.pipeline.formats.huggingface import OutputFile, Source, config_to_json, text_file
+from drover.pipeline.formats.huggingface import OutputFile, Source, text_file
 from drover.pipeline.formats.interface import Weights
 from drover.pipeline.formats.tensor_file import Dims, overlap
 from drover.pipeline.records.weight_files import DCP, HUGGING_FACE
@@ -170,7 +171,7 @@ def refuse_other_networks(config: ModelConfig) -> None:
     """UserError if torchtitan's Llama 3 cannot be this network."""
     if config.head_width * config.heads != config.dim:
         raise UserError("The heads of torchtitan's Llama 3 together are as wide as the model, and those of this "
-                        "network are not: give --format hf or drover.")
+                        "network are not: give --format hf.")
 
 
 def dcp_files(source: Source, token_ids: Mapping[str, Any]) -> list[OutputFile]:

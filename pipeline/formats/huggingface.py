@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from drover.model.config import ModelConfig
+from drover.model.huggingface import config_to_json
 from drover.model.names import parameter_shapes, to_huggingface
 from drover.pipeline.formats.tensor_file import FileLayout, MaybeDims, write_tensors
 
@@ -107,34 +108,3 @@ def write_folder(folder: Path, files: list[OutputFile]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for file in files:
         file.write(folder / file.name)
-
-
-def config_to_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The content of config.json, of a LlamaForCausalLM, without token ids."""
-    scaling = None
-    if config.rope_scaling is not None:
-        settings = config.rope_scaling.model_dump()
-        scaling = {"rope_type": "llama3",
-                   "original_max_position_embeddings": settings.pop("original_context_length"), **settings}
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.hidden,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_width,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "max_position_embeddings": config.context_length,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied_embeddings,
-        # transformers 4 reads rope_theta and rope_scaling, transformers 5 rope_parameters.
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta},
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }

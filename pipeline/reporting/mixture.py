@@ -16,8 +16,6 @@ from drover.pipeline.reporting.document import Bars, Block, Chapter, Notice, Rep
 
 UNIT = "bits per byte"
 FORMAT = 1
-LEAST_SHARE = 0.005
-"""Smaller shares of the best mixture are left out."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +33,9 @@ class MixtureSearch:
     """What was trained, and what follows from it.
 
     Attributes:
-        weights: by source, of its loss in the loss that is minimized.
+        weights: by source, of its loss in the loss that is minimized. Others do not count.
         base: the training on the base's own mixture. outcome: that on the best mixture, once it is done.
-        left_out: trainings that diverged.
+        left_out: trainings that diverged. has_diverged: that on the best mixture did.
     """
 
     mixtures: Sequence[TrainedMixture]
@@ -45,6 +43,7 @@ class MixtureSearch:
     base: TrainedMixture
     left_out: Sequence[str] = ()
     outcome: TrainedMixture | None = None
+    has_diverged: bool = False
 
     def loss(self, mixture: TrainedMixture) -> float:
         """The weighted mean of the losses of its sources."""
@@ -53,20 +52,19 @@ class MixtureSearch:
     @cached_property
     def law(self) -> MixtureLaw:
         """The losses over the shares."""
-        shares, losses = (np.array([[values[name] for name in self.weights] for values in every]) for every in (
-            [mixture.shares for mixture in self.mixtures], [mixture.losses for mixture in self.mixtures]))
+        shares = np.array([[*mixture.shares.values()] for mixture in self.mixtures])
+        losses = np.array([[mixture.losses[name] for name in self.weights] for mixture in self.mixtures])
         return fit_mixtures(shares, losses, [*self.weights.values()])
 
     @cached_property
     def best(self) -> dict[str, Estimate]:
         """The share of each source in the best mixture."""
-        return dict(zip(self.weights, self.law.best(), strict=True))
+        return dict(zip(self.mixtures[0].shares, self.law.best(), strict=True))
 
     @cached_property
     def best_shares(self) -> dict[str, float]:
         """The same to two digits, as it is trained."""
-        shares = {name: one.value if one.value >= LEAST_SHARE else 0.0 for name, one in self.best.items()}
-        return {name: round(share / sum(shares.values()), 2) for name, share in shares.items()}
+        return {name: round(one.value, 2) for name, one in self.best.items()}
 
     @cached_property
     def prediction(self) -> Estimate:
@@ -74,7 +72,7 @@ class MixtureSearch:
         return self._predicted(self.best_shares)
 
     def _predicted(self, shares: Mapping[str, float]) -> Estimate:
-        values = np.array([shares[name] for name in self.weights])
+        values = np.array([*shares.values()])
         return self.law.predict(values / values.sum())
 
     @property
@@ -87,6 +85,8 @@ class MixtureSearch:
         if self.outcome is not None:
             measured = self.loss(self.outcome)
             text += f" Measured: {measured:.4f}, {abs(made.value / measured - 1):.2%} away."
+        elif self.has_diverged:
+            text += " Training on it diverged."
         return (f"{text} The base's mixture reached {self.loss(self.base):.4f}, the best of "
                 f"{len(self.mixtures)} random ones {tried:.4f}.")
 
@@ -115,7 +115,7 @@ class MixtureSearch:
             "source": "{name}", "share": "{value:.3f}", "from": "{low:.3f}", f"to ({LEVEL:.0%})": "{high:.3f}"},
             [{"name": name, **asdict(one)} for name, one in self.best.items()])]
         trained = Table("Trainings", {
-            "mixture": "{name}", **{f"share of {name}": f"{{shares[{name}]:.2f}}" for name in self.weights},
+            "mixture": "{name}", **{f"share of {name}": f"{{shares[{name}]:.2f}}" for name in self.best},
             **{name: f"{{losses[{name}]:.4f}}" for name in self.weights}, "loss": "{loss:.4f}",
             "by the law": "{by_law:.4f}"}, sorted(self.rows, key=itemgetter("loss")),
             f"In {UNIT} of each source's validation text; `loss` is their weighted mean.")

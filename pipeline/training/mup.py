@@ -27,7 +27,7 @@ LAST_NORM = "norm.weight"
 
 
 def is_block_matrix(name: str) -> bool:
-    """Whether a parameter is a matrix within a block: no embedding, output matrix, norm or bias."""
+    """Whether a parameter is a matrix within a block: no embedding, output matrix or norm."""
     return name.startswith("layers.") and name.endswith(".weight") and not name.endswith("norm.weight")
 
 

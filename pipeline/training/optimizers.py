@@ -137,7 +137,7 @@ them by flat ranges later. Settings: `config.train` and `optimizer_settings(conf
 
 
 def decays(name: str, tied: bool) -> bool:
-    """Whether weight decay applies: not to norms, biases and embeddings, nor to an output matrix that is tied to the
+    """Whether weight decay applies: not to norms and embeddings, nor to an output matrix that is tied to the
     embedding."""
     return not (name.endswith("norm.weight") or name.startswith("tok_embeddings.")
                 or (tied and name.startswith("output.")))

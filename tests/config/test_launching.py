@@ -69,7 +69,7 @@ def test_a_profile_is_laid_under_the_runs_own_settings(written):
 
 @pytest.mark.parametrize(("profile", "name", "message"), table("""
     {partion: gpu} -> ours -> ours.yaml:1: unknown key 'launch.partion'; did you mean 'launch.partition'
-    {launch: {partition: gpu}} -> ours -> unknown key 'launch.launch'; did you mean 'launch'?
+    {launch: {partition: gpu}} -> ours -> unknown key 'launch.launch'; did you mean 'launch'
     {} -> theirs -> It is the cluster profile of the command line (launch.cluster=theirs). Give a file, or one of
     {} -> theirs -> `drover doctor --write configs/clusters/NAME.yaml` writes one for your site.
     {} -> theirs -> example, lab, ours""", yaml.safe_load))

@@ -5,13 +5,13 @@ import re
 import pytest
 import torch
 
+from drover.model.huggingface import config_to_json
 from drover.pipeline.config.explaining import field_texts
 from drover.pipeline.config.loading import config_hash, dump_config, load_config, save_config
 from drover.pipeline.config.section import flatten, identity, sections_in
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.files import write_json
-from drover.pipeline.formats.huggingface import config_to_json
 from tests.config.files import refusal
 from tests.conftest import REPOSITORY
 from tests.hub_server import hub  # noqa: F401 - a fixture

@@ -5,10 +5,10 @@ import re
 import pytest
 import torch
 
+from drover.model.huggingface import config_to_json
 from drover.model.presets import PRESETS
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.core.files import write_json
-from drover.pipeline.formats.huggingface import config_to_json
 from tests.config.files import refusal
 from tests.conftest import REPOSITORY
 from tests.tiny_models import TOKENIZER_OF_BYTES, for_tokenizer, write_huggingface, write_run

@@ -1,11 +1,14 @@
 """Token shards: Arrow reads what training reads; torn and changed files are named; of many shards what is kept is
 bounded, and the samples are those of shards kept whole."""
 
+import gc
 import os
 import pickle
 import re
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -107,6 +110,18 @@ def test_reading_needs_no_arrow(tmp_path):
 MIXTURE = {"web": 3.0, "code": 1.0}
 
 
+@pytest.fixture
+def opened(monkeypatch):
+    """How often each shard was opened."""
+    counted, plain = Counter(), os.open
+
+    def counting(path, *arguments):
+        counted[str(path)] += str(path).endswith(".arrow")
+        return plain(path, *arguments)
+    monkeypatch.setattr(os, "open", counting)
+    return counted
+
+
 def make_shards(folder, count):
     """Records of real shards of both sources, in an order that is not that of their paths."""
     draw = np.random.default_rng(0)
@@ -119,6 +134,10 @@ def data_of(folder, table, most=1000, mixture=MIXTURE):
     with patch.object(token_shards, "most_open", lambda: most):
         opened = OpenShards(table, folder)
     return training_data(folder, table, mixture=mixture, opened=opened)
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.mark.parametrize("mixture", [MIXTURE, None])
@@ -134,6 +153,24 @@ def test_samples_are_those_of_shards_kept_open_over_several_epochs(tmp_path, mon
         for samples, batch in zip(numbers, pool.map(few.batch_of, numbers), strict=True):
             assert_same_batches(batch, all_.batch_of(samples))
     assert documents_of(few, [(0, 60)]) == documents_of(all_, [(0, 60)])
+
+
+def test_files_and_entries_are_bounded_whatever_is_read(tmp_path, opened):
+    """A few files under many names: thousands of shards as the loader sees it."""
+    many = []
+    for number, record in enumerate(make_shards(tmp_path, 8) * 64):
+        many.append({**record, "split": "train", "path": f"train/{record['source']}-9{number:04d}.arrow"})
+        (tmp_path / many[-1]["path"]).symlink_to(tmp_path / record["path"])
+    data = data_of(tmp_path, ShardTable.of(many), most=20)
+    gc.collect()  # what other tests have left open
+    kept, before = data.shards[0].opened, open_files()
+    for first in range(0, 1500, 50):
+        data.batch_of(np.arange(first, first + 50))
+        assert open_files() <= before + 21
+    assert len(opened) > 200 and kept.shard.cache_info().currsize == 20
+    del data, kept
+    gc.collect()
+    assert open_files() == before
 
 
 def test_a_shard_that_is_cut_is_told_at_the_first_read_and_by_its_size(tmp_path):

@@ -10,9 +10,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from drover.model.config import ModelConfig
+from drover.model.huggingface import config_to_json
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.dcp import dcp_files, refuse_other_networks
-from drover.pipeline.formats.huggingface import Source, config_to_json, write_folder
+from drover.pipeline.formats.huggingface import Source, write_folder
 from drover.pipeline.formats.weights import load_model, open_weights
 from tests.conftest import run_python
 from tests.formats.cutting import read_alike

@@ -8,9 +8,8 @@ import transformers
 from safetensors.torch import load_file
 
 from drover.model.config import ModelConfig, RopeScaling
-from drover.model.huggingface import shape_of
+from drover.model.huggingface import config_to_json, shape_of
 from drover.model.llama import Llama, initialise
-from drover.pipeline.formats.huggingface import config_to_json
 from tests.formats.exporting import state_in, write_model
 
 SMALL = {"dim": 48, "layers": 4, "heads": 6, "kv_heads": 2, "ffn_dim": 80, "vocab_size": 90}

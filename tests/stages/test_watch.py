@@ -4,6 +4,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from drover.launch.status import main as status
 from drover.launch.submit import run as launch
+from drover.pipeline.config.loading import load_config, save_config
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.manifest import MANIFEST, read_manifest
 from drover.pipeline.contract.stages import WATCH as WATCH_JOB
@@ -115,6 +117,16 @@ def test_checkpoints_wait_for_their_scores_which_are_those_of_the_stage(run, cap
     assert last.validation["overall"]["nats"] == expected["validation"]["overall"]["nats"]
     run_train(run, "train.steps=16", "evaluate.every=null", "--accept-changes")
     assert [path.name for path in checkpoints.iterdir()] == ["step-00000016"]
+
+
+@pytest.mark.slow
+def test_two_ranks_that_shard_the_weights_score_the_same(run):
+    finished(evaluator(run))
+    alone = assert_scored_once(run)
+    shutil.rmtree(train_folder(run) / "scores")
+    save_config(load_config(run, ["evaluate.dp_shard=2"]), run.parent / "runs/mini/config.yaml")
+    assert "weights sharded over 2 ranks" in finished(evaluator(run, ranks=2))
+    assert read_scores(train_folder(run)) == alone
 
 
 def test_beside_a_training_that_is_killed(run):

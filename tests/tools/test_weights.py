@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import shutil
+import sys
 from unittest.mock import Mock
 
 import pytest
@@ -14,13 +15,17 @@ from drover.model.config import ModelConfig
 from drover.model.llama import Llama, initialise
 from drover.pipeline.core.files import read_json, write_json
 from drover.pipeline.formats import huggingface
+from drover.pipeline.formats.weights import open_weights
 from drover.pipeline.tokenization.conversion import open_tokenizer, write_hugging_face
 from drover.tools.draft import Draft
 from drover.tools.weights import main
+from tests.conftest import run_python
 from tests.cut_off import cut_off
+from tests.formats.cutting import write_checkpoint
 from tests.formats.exporting import write_model
 from tests.hub_server import hub  # noqa: F401 - a fixture
 from tests.refusal import printed
+from tests.stages.limited import LARGE_TENSORS
 from tests.tiny_models import for_tokenizer, write_run
 from tests.tokenization.conftest import byte_level, chunks, files, rank_lines, texts, vocabularies  # noqa: F401
 
@@ -210,3 +215,45 @@ def test_a_full_disk_and_an_interruption_are_said_and_the_rest_follows(error, ou
     assert output in carry(capsys, source, tmp_path / "x", "hf", expect=status)
     monkeypatch.undo()
     carry(capsys, source, tmp_path / "x", "hf")
+
+
+LARGE = ModelConfig(dim=512, layers=12, heads=8, kv_heads=8, ffn_dim=2048, vocab_size=2048)
+"""210 MB in float32, its largest tensors 4.2 MB."""
+CARRY = """
+import resource, sys
+from pathlib import Path
+import torch
+from drover.pipeline.formats.weights import open_weights
+from drover.tools.weights import convert
+source, target = map(Path, sys.argv[1:])
+convert(target / "small", target / "small-hf", "hf", None, 10**9)  # so that all libraries are loaded
+def limit(allowed):
+    used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (used + allowed, resource.RLIM_INFINITY))
+limit(60_000_000)
+convert(source, target / "hf", "hf", None, 50_000_000)
+convert(target / "hf", target / "again", "hf", None, 10**9)
+with open_weights(source) as large:
+    try:
+        whole = {name: large.read(name) for name in large.shapes}
+    except RuntimeError as error:
+        print("the limit is felt" if "memory" in str(error) else error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit on a process's own memory works on Linux only")
+def test_memory_is_needed_for_some_tensors_not_for_the_model(model, tmp_path):
+    """210 MB go through 60 MB; read as a whole they do not."""
+    with torch.device("meta"):
+        shapes = {name: parameter.shape for name, parameter in Llama(LARGE).named_parameters()}
+    (tmp_path / "small").mkdir()
+    write_model(tmp_path / "small", model)
+    write_checkpoint(tmp_path / "large", {f"model.{name}": torch.ones(shape) for name, shape in shapes.items()}, 2, 2)
+    write_json(tmp_path / "large/COMPLETE.json", {
+        "format": 2, "progress": {}, "files": [], "config": {"model": LARGE.model_dump(mode="json")}})
+    done = run_python("-c", CARRY, tmp_path / "large", tmp_path, check=False, **LARGE_TENSORS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the limit is felt" in done.stdout
+    with open_weights(tmp_path / "again") as weights:
+        assert all(bool((weights.read(name) == 1).all()) for name in weights.shapes)
