@@ -57,6 +57,7 @@ def test_steps_follow_from_phases_and_a_loaded_configuration_loads_back(load, tm
     assert third.train.mixture == {"web": 1e9, "code": 3e9} and third.train.phases == []
     (tmp_path / "again.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "again.yaml") == config
+    assert load_config("a.yaml", ["train.batch_tokens=4096"], base=config).train.steps == 19, "as if read from the file"
     assert load({"steps": None, **SHORT, "phases": PHASES}) == config
     assert str(first) == "phase 1: steps 1 to 5, 10.24k tokens, 32 sequences of 64 a step"
 

@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from drover.model.config import ModelConfig, RopeScaling
 from drover.model.huggingface import config_to_json, shape_of
 from drover.model.llama import Llama, initialise
+from drover.pipeline import convert
+from drover.pipeline.config.tree import Config
 from tests.formats.exporting import state_in, write_model
 
 SMALL = {"dim": 48, "layers": 4, "heads": 6, "kv_heads": 2, "ffn_dim": 80, "vocab_size": 90}
@@ -99,3 +101,12 @@ def test_config_json_has_both_generations_of_rope_keys_and_the_older_one_is_read
     content["rope_scaling"]["type"] = content["rope_scaling"].pop("rope_type")
     older = shape_of(content)
     assert (older.rope_scaling, older.rope_theta) == (CONFIGS["scaled"].rope_scaling, 5e5)
+
+
+def test_a_field_that_config_json_does_not_hold_is_refused_before_training(monkeypatch):
+    """As of somebody who has added it to the network alone: here the export forgets one."""
+    config = Config(model=CONFIGS["scaled"])
+    assert convert.problems(config) == []
+    monkeypatch.setattr(convert, "config_to_json", lambda *given: {**config_to_json(*given), "rms_norm_eps": 0.5})
+    [problem] = convert.problems(config)
+    assert problem.startswith("model.norm_eps cannot be exported") and "--stage shard,tokenizer,encode,train" in problem

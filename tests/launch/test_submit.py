@@ -138,12 +138,14 @@ def test_two_configurations_are_refused(words, message, capsys):
     much/further/away.yml -> Give an existing file; `drover init DATA` writes one.
     config.yaml x -> 'x' is not an override | --config FILE takes any name
     rates.yaml -> rates.yaml is the file of a sweep | `drover sweep rates.yaml`
+    mix.yaml -> mix.yaml is the file of a mixture | `drover mixture mix.yaml`
     configs/experiments/ladder.yaml -> ladder.yaml is the file of a ladder | `drover ladder /
     config -> No configuration, a word that ends in .yaml, is given, so nothing starts.
     demo -> No configuration, a word that ends in .yaml, is given, so nothing starts."""))
 def test_a_configuration_that_is_not_there(launcher, words, message):
     write_text(launcher.work / "configs/demo.yaml", "")
     write_text(launcher.work / "rates.yaml", "base: configs/demo.yaml\nvary: {train.lr: [1, 2]}\nseeds: [0]\n")
+    write_text(launcher.work / "mix.yaml", "base: configs/demo.yaml\nmixtures: 8\nseeds: [0]\n")
     complaint = launcher.call(*words.split(), program=submit.run).stderr
     assert all(part in complaint for part in message.split(" | ")), complaint
 
