@@ -248,6 +248,8 @@ def read_batch(path: Path) -> Any:
     """The shard's `pyarrow.RecordBatch`, mapped; UserError if the file is damaged or not a token shard."""
     import pyarrow as pa
     try:
+        if not path.is_file():
+            raise OSError("it is no file")  # a pipe would be waited for
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         if reader.num_record_batches != 1 or reader.schema.names != ["tokens", "bytes", "key"]:
             raise pa.ArrowInvalid(f"{reader.num_record_batches} record batches of {reader.schema.names}")
