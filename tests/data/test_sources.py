@@ -145,6 +145,6 @@ def test_a_dataset_of_the_hub_is_read_or_it_is_told_why_not(tmp_path, hub_source
 
 
 def test_files_of_this_machine_are_not_read_as_of_the_hub(tmp_path, hub_source):
-    refused(UserError, rf"is on this machine. Read its files with `kind: files`, as paths: \[{tmp_path}", names,
+    refused(UserError, rf"is a path of this machine. Read its files with `kind: files`, as paths: \[{tmp_path}", names,
             hub_source())
     assert names(HubSource(kind="hf", name="h", dataset="someone/something")) == []
