@@ -181,7 +181,7 @@ def measure_task(model: HarnessModel, task_file: TaskFile, limit: int | None, bo
     is_rank_zero = model.ranks.is_rank_zero
     try:
         with messages_in(log if is_rank_zero else Path(os.devnull)):
-            # The harness bootstraps in one process per core, so only one rank does it.
+            # Only one rank needs standard errors, whose bootstrap takes a while.
             result = _measured(model, task_file, limit, bootstrap_iters if is_rank_zero else 0)
     except Exception as error:  # the harness or a task's own code may raise anything for the user's files
         if model.opened.placed.broken:

@@ -270,8 +270,9 @@ def read_settings(path: Path) -> tuple[dict[str, Any], list[Path]]:
 
 def go_offline() -> None:
     """Keep the Hugging Face libraries off the network. Call it before they are first imported, but for the one that
-    downloads models."""
-    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
+    downloads models. And let the harness bootstrap in this process: forks of one with threads may wait forever."""
+    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false",
+                      DISABLE_MULTIPROC="1")
     if (constants := sys.modules.get("huggingface_hub.constants")) is not None:
         vars(constants)["HF_HUB_OFFLINE"] = True
 
