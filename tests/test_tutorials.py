@@ -36,7 +36,8 @@ def home(tmp_path_factory):
     (folder / "data/TinyStories-train.txt").write_text("\n<|endoftext|>\n".join(texts))
     config = merged(yaml.safe_load((REPOSITORY / CONFIG).read_text()),
                     {name: section for name, section in MINI.items() if name not in ("name", "shard", "evaluate")})
-    config["shard"]["sources"][0]["dataset"] = "data/stories"
+    name = config["shard"]["sources"][0]["name"]
+    config["shard"]["sources"] = [{"kind": "files", "name": name, "paths": ["data/stories/*.parquet"]}]
     config["evaluate"] |= {"prompt_tokens": 8}
     config["shard"] |= {"validation_share": 0.05, "shard_mb": 0.1}
     (folder / CONFIG).write_text(yaml.safe_dump(config))
