@@ -99,7 +99,9 @@ def _log_options(parser: Parser) -> None:
 
 def _logs(options: argparse.Namespace) -> int:
     """Print the output of a rank in a stage's newest start; with --follow as it grows, until Ctrl-C."""
-    run, rank, stage = options.run, options.rank, options.stage
+    run = options.run
+    rank = options.rank
+    stage = options.stage
     shown, file = Path(), None
     with ExitStack() as closing, suppress(KeyboardInterrupt):
         while True:

@@ -59,7 +59,7 @@ class StageFiles:
         due: whether it is not done, or was done before the newest submission that requests it.
         started: whether there is a start record.
         scored: checkpoints that were scored while training. all_scored: of the job that scores them, whether training
-            is done and nothing is left to score, whoever did it.
+            is done and all checkpoints that are due have scores.
         alive: whether the process that last held the stage still runs; None if it is on another machine.
     """
 

@@ -52,7 +52,7 @@ STAGE_FUNCTIONS: dict[str, dict[str, str]] = {
               "renews": "drover.pipeline.config.phases:only_phases_differ",
               "saved": "drover.pipeline.records.checkpoints:saved",
               "external_code": "drover.pipeline.records.weight_files:training_code"},
-    "convert": {"due": "drover.pipeline.storage.mirror:due"},
+    "convert": {"due": "drover.pipeline.storage.mirror:due", "problems": "drover.pipeline.convert:problems"},
     "evaluate": {"files": "drover.pipeline.evaluation.selection:input_files",
                  "problems": "drover.pipeline.evaluation.selection:problems",
                  "renews": "drover.pipeline.evaluation.tasks:only_kept_differs"}}

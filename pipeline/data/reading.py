@@ -245,8 +245,7 @@ def _from_fields(source: FilesSource | HubSource, where: str, record: Any) -> Do
             record, name, also_meta=name == source.id_field) is None]:
         present = first(list(map(str, record)), MOST_FIELDS)
         raise TypeError(f"no field named {', '.join(missing)}; the fields are {present or 'none'}")
-    name = source.text_field
-    text = record[name] if name in record else value_in(record, name)
+    text = value_in(record, source.text_field)
     own = value_in(record, source.id_field, also_meta=True) if source.id_field else where
     if isinstance(text, bytes):  # a column of binary values
         text = text.decode("utf-8", "surrogateescape")

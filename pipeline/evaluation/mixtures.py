@@ -52,7 +52,7 @@ class MixtureLaw:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        """Of the shares of all replicates."""
+        """Of a table of shares: replicates, sources."""
         return self.slopes.shape[0], self.slopes.shape[2]
 
     def predict(self, shares: Floats) -> Estimate:

@@ -1,4 +1,4 @@
-"""What is said of tasks beside their figures; that these are the harness's, test_named_tasks.py shows."""
+"""What is printed with the scores of tasks. test_named_tasks.py compares the scores with the harness."""
 
 import json
 import os

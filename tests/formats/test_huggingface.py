@@ -12,6 +12,7 @@ from drover.model.huggingface import config_to_json, shape_of
 from drover.model.llama import Llama, initialise
 from drover.pipeline import convert
 from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.stages import STAGES
 from tests.formats.exporting import state_in, write_model
 
 SMALL = {"dim": 48, "layers": 4, "heads": 6, "kv_heads": 2, "ffn_dim": 80, "vocab_size": 90}
@@ -106,7 +107,7 @@ def test_config_json_has_both_generations_of_rope_keys_and_the_older_one_is_read
 def test_a_field_that_config_json_does_not_hold_is_refused_before_training(monkeypatch):
     """As of somebody who has added it to the network alone: here the export forgets one."""
     config = Config(model=CONFIGS["scaled"])
-    assert convert.problems(config) == []
+    assert STAGES["convert"].call("problems", config) == []
     monkeypatch.setattr(convert, "config_to_json", lambda *given: {**config_to_json(*given), "rms_norm_eps": 0.5})
-    [problem] = convert.problems(config)
+    [problem] = STAGES["convert"].call("problems", config)
     assert problem.startswith("model.norm_eps cannot be exported") and "--stage shard,tokenizer,encode,train" in problem

@@ -172,7 +172,7 @@ def test_a_reused_stage_and_one_of_a_plugin(run):
 
 
 def test_a_job_that_scores_checkpoints_has_not_failed_once_they_are_scored(run):
-    """Whoever scored them: another job, `drover evaluate`, or training itself."""
+    """By another job, by `drover evaluate`, or by training itself."""
     write_text(run.folder / "config.yaml", yaml.dump({**SETTINGS, "evaluate": {"every": 100}}))
     run.submitted(run.job("16", "train"), run.job("17", "watch"))
     failed = {"16": "COMPLETED", "17": "FAILED"}

@@ -365,7 +365,7 @@ def test_sources_are_called_after_files_and_folders(tmp_path, monkeypatch):
 
 
 def test_what_is_added_later_is_read_wherever_it_lies(notes):
-    """Of endings that no file has which is left out or read otherwise."""
+    """An ending that no left-out file has, and none that is read in another way, is matched in the whole folder."""
     (notes / "first/term").mkdir(parents=True)
     for name in ("only.txt", "a.note", "b.note", "cut.json"):
         (notes / "first/term" / name).write_text("{" if name == "cut.json" else wide(1))
