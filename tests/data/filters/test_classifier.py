@@ -83,6 +83,14 @@ def test_the_best_share_of_a_source_is_kept_after_deduplication(tmp_path, monkey
     kept = [document.text for split in ("train", "validation") for document in documents(config, split, "hash")]
     assert {text for text in kept if text.startswith("page")} == texts
     assert "are dropped, most as" not in capsys.readouterr().out
+    bands = {"good": texts, "low": {text for text, _ in low}}  # sources of another run, which a mixture can weigh
+    write_jsonl(tmp_path / "bands/good.jsonl", [{"text": text} for text in kept if text.startswith("page")])
+    divided = write_config(tmp_path / "bands", [
+        files_source("good", tmp_path / "bands/good.jsonl"),
+        files_source("low", folder_of(config, "hash") / "dropped/*.jsonl")])
+    assert not any(finished(divided).counts["dropped"].values())
+    assert {name: {document.text for split in ("train", "validation") for document in documents(divided, split)
+                   if document.source == name} for name in bands} == bands
     assert run(config, "launch.processes=3", "name=three") == 0
     assert hashes(folder_of(config, "three")) == hashes(folder_of(config, "hash"))
 
