@@ -55,17 +55,6 @@ def megatron(folder, documents=tuple([*document, EOS] for document in DOCUMENTS)
     return path
 
 
-def built_by_megatron(folder):
-    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset",
-                                  reason="to compare with it: pip install --no-deps megatron-core")
-    import torch
-    builder = indexed.IndexedDatasetBuilder(str(path := folder / "a.bin"), dtype=np.int32)
-    for document in DOCUMENTS:
-        builder.add_document(torch.tensor([*document, EOS]), [len(document) + 1])
-    builder.finalize(str(folder / "a.idx"))
-    return path
-
-
 def datatrove(folder, size=2, **settings):
     from datatrove.pipeline.tokens.tokenizer import TokenizedFile
     file = TokenizedFile(str(folder), "a.ds", tokenizer_name_or_path="some/one", save_final_metadata=True,
@@ -96,7 +85,7 @@ def arrow_file(folder):
 
 FORMS = [raw, lambda folder: raw(folder, name="a.npy"), numpys, llm_c,
          lambda folder: llm_c(folder, 20240801, 7, "<u4"), megatron,
-         lambda folder: megatron(folder, DOCUMENTS, 3, 4, "<i4"), built_by_megatron, datatrove,
+         lambda folder: megatron(folder, DOCUMENTS, 3, 4, "<i4"), datatrove,
          lambda folder: datatrove(folder, 4), lambda folder: datatrove(folder, save_index=False), parquet, saved,
          arrow_file]
 

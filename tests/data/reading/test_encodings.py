@@ -3,13 +3,11 @@ are."""
 
 import gzip
 import lzma
-import random
 
 import pytest
 import zstandard
 
 from drover.pipeline.data import streams
-from drover.pipeline.data.streams import recoder
 from tests.data.source_files import COMPRESS, file_bytes, files_source, lines, read, texts
 
 WORDS = ["größer ü", "“naïve” €", "ein\nzwei"]
@@ -52,16 +50,6 @@ def test_a_file_in_another_encoding_is_named_for_what_it_is(tmp_path, encoding, 
     (tmp_path / "f.txt").write_bytes(data)
     documents, (rejection,) = read(files_source(tmp_path / "f.txt", encoding=encoding))
     assert documents == [] and reason in rejection.reason and rejection.lost
-
-
-@pytest.mark.parametrize("encoding", ["utf-16-be", "utf-32-le", "cp932", "gb18030", "euc_kr", "utf-7", "cp1252"])
-def test_any_bytes_are_recoded_wherever_they_are_cut(encoding):
-    """Text that is cut anywhere is read as it is by the tests above."""
-    rng = random.Random(1)
-    for data in (rng.randbytes(40) for _ in range(200)):
-        recode = recoder(encoding)
-        recode(data[:rng.randint(0, 40)], False)
-        recode(data, True)
 
 
 LINES = b'{"text": "one"}\n{"text": "two"}\n'

@@ -3,9 +3,7 @@
 import gzip
 import io
 import re
-import sys
 import zlib
-from types import SimpleNamespace
 
 import brotli
 import pytest
@@ -182,18 +180,3 @@ def test_what_is_no_warc_file_is_named(tmp_path, name, data, reason):
     (tmp_path / name).write_bytes(data)
     documents, [rejection] = read(tmp_path / name)
     assert documents == [] and reason in rejection.reason and rejection.lost
-
-
-def test_records_are_those_that_datatrove_reads(tmp_path, monkeypatch):
-    detected = SimpleNamespace(detect=lambda data: {"encoding": "cp1252"})
-    kind = SimpleNamespace(from_buffer=lambda data, mime: "text/html" if data.startswith(b"<") else "text/plain")
-    monkeypatch.setitem(sys.modules, "cchardet", detected)
-    monkeypatch.setitem(sys.modules, "magic", kind)
-    from datatrove.pipeline.readers.warc import WarcReader
-    monkeypatch.setattr(WarcReader, "_requires_dependencies", [])
-    pages = [own for own in RESPONSES if own[0] not in ("words", "br", "zstd", "xhtml", "twice")]
-    (tmp_path / "a.warc.gz").write_bytes(archive(*pages, OTHERS[1]))
-    (tmp_path / "b.wet.gz").write_bytes(wet("one <b>", "two"))
-    theirs = [(own.metadata["url"], own.metadata["date"], own.text) for own in WarcReader(str(tmp_path)).run()]
-    documents, _ = read(files_source(tmp_path / "*", html="keep"))
-    assert len(theirs) >= 6 and [(own.meta["url"], own.meta["date"], own.text) for own in documents] == theirs

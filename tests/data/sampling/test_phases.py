@@ -10,22 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drover.pipeline.config.training import TrainConfig, tokens_text
-from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import Excluded, sample_numbers
 from drover.pipeline.data.sampling import packing
 from drover.pipeline.data.sampling.consumption import (
-    excesses,
-    plan_lines,
-    planned,
     planned_by,
-    train_tokens,
 )
 from drover.pipeline.data.sampling.order import PART, Order, Pool
 from drover.pipeline.data.sampling.packing import read_plan
 from drover.tools.audit import Audit, _sequences
-from tests.data.planning import staged_corpora
 from tests.data.sampling.phased import DOCUMENTS, EXCLUDED, plans, spans_of, times_read
 from tests.refusal import refused, table
 from tests.token_shards import SOURCES, assert_readings, plan_of, training_data, write_numbered
@@ -263,32 +256,3 @@ def test_used_samples_keep_their_places_while_phases_are_laid_out_again(monkeypa
     monkeypatch.setattr(order.space, "continued", wanted)
     order.leave_out(Excluded(((44, 48),)))
     assert len(seen) == 3 and all(np.array_equal(result, before) for result in [*seen, order.locate(used)])
-
-
-def config_of(**train):
-    return Config(shard=staged_corpora.settings(NAMES), train=TrainConfig.model_validate(
-        {"sequence_length": 16, "batch_tokens": 160, **train}))
-
-
-COUNTS = {"splits": {"train": {"web": {"tokens": 40_001}, "code": {"tokens": 4001}, "books": {"tokens": 801}}}}
-
-
-def plan_for(config):
-    return planned(config, train_tokens(config, COUNTS))
-
-
-def test_limits_and_printed_lines():
-    freely = config_of(phases=[{"until": 6400}, {"until": 14_400, "mixture": {"web": 1, "code": 1, "books": 1}},
-                               {"until": 20_000, "mixture": {"web": 0, "code": 0, "books": 1}}])
-    logged = plan_lines(freely.train, plan_for(freely))
-    assert logged[-1] == "shares of a mixture are exact over every 4,096 sequences; here are 350 in the shortest phase"
-    assert {"phase 3: steps 91 to 125, 5.6k tokens, 10 sequences of 16 a step",
-            "  books: 5.6k tokens from 801, 6.99 epochs, 9.85 so far"} < {*logged}
-    together = config_of(steps=300, max_epochs={"books": 1})
-    assert "allows 1 of books, and the plan takes 1.07 (48k of 44.8k tokens of all sources)" in excesses(
-        together.train, plan_for(together))[0]
-    shorter = config_of(phases=[{"until": 1600, "mixture": {"web": 1, "code": 0, "books": 0}},
-                                {"until": 3200, "sequence_length": 32}])
-    over = tokens_text(plan_for(shorter).left[1]["web"])
-    assert (f"  the epoch has {over} tokens of web left where the length changes: they are left to the next epoch"
-            in plan_lines(shorter.train, plan_for(shorter)))
