@@ -8,7 +8,6 @@ from drover.pipeline.config.phases import PhasePlan, only_phases_differ, with_la
 from drover.pipeline.config.training import TrainConfig, read_tokens, tokens_text
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.training.checkpoints import plan_changes
 from drover.pipeline.training.optimizers import planned_rate
 from tests.config.files import refusal
 from tests.refusal import table
@@ -122,25 +121,6 @@ def test_a_phase_that_speaks_of_its_rate_begins_a_curve():
     assert rates[20] == 0.005 and rates[29] == 0 and rates[24] == pytest.approx(0.005 * 5 / 9)
     assert rates[30:34] == [0.0005, 0.001, 0.0015, 0.002] and set(rates[34:40]) == {0.002}
     assert rates[40] == 0.002 and rates[49] == pytest.approx(0.001) and rates[40:] == sorted(rates[40:], reverse=True)
-
-
-def test_which_changes_are_to_the_past():
-    first, second, third = {"until": 10_240, "mixture": {"web": 1}}, {"until": 20_480}, {"until": 30_720, "lr_end": 0}
-    before, larger = plan([first, second, third]), {"until": 40_960, "batch_tokens": 2048}
-    longer = {"until": 90_000, "sequence_length": 256}
-
-    def changes(step, *phases, **train):
-        return [text for has_started, text in plan_changes(before, plan(list(phases), **train), step) if has_started]
-    assert changes(15, first, second, third) == [] and changes(15, first, {"until": 40_960}) == []
-    assert changes(10, first, larger) == [], "the second has not begun"
-    assert changes(11, first, larger) == ["train.phases[1].batch_tokens: 1024 -> 2048"]
-    assert changes(15, {**first, "mixture": {"web": 2}}, second)[0].startswith("train.phases[0].mixture: {'web': 1.0}")
-    assert changes(15, first) [0].startswith("train.phases[1] is gone (phase 2")
-    assert changes(15, first, {"until": 13_000}) == ["train.phases[1].until: 20.48k -> 13k"]
-    assert changes(25, first, second, {**third, "lr_end": 0.1}) == ["train.phases[2].lr_end: 0.0 -> 0.1"]
-    assert changes(15, first, second, third, lr=0.5) == ["train.lr: 0.003 -> 0.5"]
-    assert "train.grain_tokens to 64" in changes(15, first, second, longer)[0]
-    assert changes(15, first, second, longer, grain_tokens=64) == []
 
 
 def test_other_phases_alone_need_no_force(load):

@@ -21,7 +21,6 @@ from drover.pipeline.core.console import (
     find_model,
     find_run,
     say,
-    watch_of,
 )
 from drover.pipeline.core.console import table as table_of
 from drover.pipeline.core.errors import UserError
@@ -154,13 +153,6 @@ def test_in_a_log_progress_is_a_line_now_and_then(clock, capsys):
         "encode    shards: 23/40 units  1 m 08 s to go  0.2/s", "encode    shards: 24/40 units in 16 s"]
 
 
-def test_a_low_rate_is_not_shown_as_none(clock, capsys):
-    with ProgressBar("encode", "shards", 3, "units") as bar:
-        clock[0] += 300
-        bar.advance()
-    assert "shards: 1/3 units  10 m 00 s to go  0.2/min\n" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(("columns", "bar", "figures"), [
     (20, "", "shards: 1/"), (40, "", "shards: 1/4 [b]units"), (60, "", "shards: 1/4 [b]units  3.0 s to go  1.0/s"),
     (71, "━━╸━━━━━━━  ", "shards: 1/4 [b]units  3.0 s to go  1.0/s"),
@@ -190,11 +182,6 @@ def test_lines_are_folded_below_their_text_on_a_terminal(monkeypatch):
     assert screen.getvalue().splitlines() == [
         "batch     1,024 tokens a step", "          and more\\x07", "", "! it ended:", f"  {'x' * 40}",
         "  a setting whose meaning is", "  long"]
-
-
-def test_batches_are_passed_on_and_leave_no_line(capsys):
-    assert [*watch_of("evaluate", "x", sys.stderr)([3, 5])] == [3, 5]
-    assert capsys.readouterr().err == ""
 
 
 def test_tables_take_names_literally_and_fit_a_terminal_but_not_a_pipe(monkeypatch, capsys):
