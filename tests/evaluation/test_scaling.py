@@ -47,23 +47,6 @@ def test_the_interval_of_a_prediction_holds_a_noisy_training():
     assert inside >= 16
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_scipy_finds_no_better_law(seed):
-    """An independent optimizer, started at the planted law, in the logarithms of the constants."""
-    optimize = pytest.importorskip("scipy.optimize")
-    grid = cells(noise=0.01, seed=seed)
-    n, d, losses = (np.array([getattr(cell, name) for cell in grid], float) for name in (
-        "parameters", "tokens", "loss"))
-
-    def residuals(logs):
-        return planted(n, d, *np.exp(logs)) / losses - 1
-    theirs = optimize.least_squares(residuals, np.log([*PLANTED.values()]), xtol=1e-15, ftol=1e-15, gtol=1e-15)
-    law = fit_law(grid)
-    ours = residuals(np.log([max(value, 1e-300) for value in values(law).values()]))
-    assert (ours**2).sum() == pytest.approx(2 * theirs.cost, rel=1e-6) or (ours**2).sum() < 2 * theirs.cost
-    assert law.predict(*LARGER).value == pytest.approx(planted(*LARGER, *np.exp(theirs.x)), rel=1e-3)
-
-
 def test_what_the_grid_does_not_decide_is_said():
     rising = fit_law([Cell(n, d, 2 + planted(n, d, A=0.0) - 1 / n**0.1) for n in SIZES for d in TOKENS])
     assert values(rising)["A"] == 0
