@@ -6,10 +6,6 @@ import pytest
 
 from drover.pipeline.contract.stages import REPOSITORY, STAGES
 
-STAGE_NAMES_THAT_ARE_LIBRARIES = {"evaluate"}
-"""A library that lm_eval imports; the stage's name is fixed, and the start of every script keeps it safe."""
-
-
 START = """
 if __package__ in (None, ""):  # run as a script: find the packages, and let no file of this folder shadow a library
     sys.path[0] = str(Path(__file__).resolve().parent.parent)

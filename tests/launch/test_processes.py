@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import termios
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
 
@@ -84,27 +83,6 @@ def test_a_live_line_is_shown_unchanged_and_logged_once():
         target.close()
     assert shown.buffer.getvalue() == text + b"\n", "what the launcher says next begins a line"
     assert log.getvalue() == 2 * b"done 3/3\n\nnext\nrest\n"
-
-
-def test_a_stage_sees_its_terminal_resized(tmp_path, monkeypatch):
-    read, write = os.openpty()
-    termios.tcsetwinsize(write, (24, 60))
-    code = "import os, sys, time; seen = []\nwhile 40 not in seen:\n seen.append(os.get_terminal_size(1)[0])\n " \
-           "sys.stderr.write(str(os.get_terminal_size(2)[0]) + '\\n'); time.sleep(0.02)"
-    with open(write, "w") as terminal:
-        monkeypatch.setattr(sys, "stdout", terminal)
-        monkeypatch.setattr(sys, "stderr", terminal)
-
-        def resize():
-            if "60" in log.read_text():
-                termios.tcsetwinsize(read, (24, 40))
-            return True
-
-        log = tmp_path / "log"
-        assert run_local([sys.executable, "-c", code], os.environ, resize, log=log).status == 0
-        monkeypatch.undo()
-    os.close(read)
-    assert {*log.read_text().split()} == {"60", "40"}
 
 
 def test_what_the_launcher_started_ends_with_it(tmp_path):
