@@ -11,9 +11,8 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_json
 from drover.pipeline.records.checkpoint_scores import CheckpointScores, scores_path
 from drover.pipeline.reporting.comparison import compare_runs
-from drover.pipeline.reporting.document import Lines, Series, Table
+from drover.pipeline.reporting.document import Series
 from drover.pipeline.reporting.experiment import SweepVariant
-from drover.pipeline.reporting.render import html
 from tests.data.source_files import write_jsonl
 from tests.reporting.made_up import config
 
@@ -56,16 +55,6 @@ def test_curves_of_two_runs_stand_over_what_training_has_used(tmp_path):
     assert each == shape.flops_per_token(config(tmp_path).train.sequence_length, causal=False)
     assert page.result.startswith("Not all runs are evaluated: slow, fast.")
     assert not page.notices
-
-
-def test_settings_that_differ_have_a_row_for_each_value_and_many_runs_a_line_each(tmp_path):
-    many = [*(write_trained(tmp_path, name, seed=number) for number, name in enumerate("ab")),
-            *(write_trained(tmp_path, f"run{number:02}", train__lr=0.1) for number in range(48))]
-    page = compare_runs(many)
-    table = chapter(page, "Settings")[0]
-    assert isinstance(table, Table) and ("seed", "1", "b") in [row for _, row in table.rows]
-    assert all(len(chart.series) == 50 for part in page.chapters for chart in part.blocks if isinstance(chart, Lines))
-    assert html(page).count("<svg") == 8
 
 
 def test_other_tokenizers_and_runs_in_training_are_named(tmp_path):

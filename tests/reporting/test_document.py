@@ -109,10 +109,3 @@ def test_a_chart_is_a_labelled_svg_in_the_pages_colours(name):
     assert [len(band) for band in bands] == [2 * len(line.errors) for line in chart.series if line.errors]
     for x, y in (point.split(",") for line in [*points, *bands] for point in line):
         assert LEFT <= float(x) <= RIGHT and float(y) >= TOP
-
-
-def test_equal_ratios_are_equally_far_apart_on_a_logarithmic_axis():
-    root = ElementTree.fromstring(draw(Lines("", "", [Series("x", [0.01, 0.1, 1.0, 10.0], [1, 2, 3, 4])], log_x=True)))
-    points = [float(point.split(",")[0]) for point in root.find("polyline").get("points").split()]
-    third = (RIGHT - LEFT) / 3
-    assert points == pytest.approx([LEFT, LEFT + third, LEFT + 2 * third, RIGHT], abs=0.1)
