@@ -62,11 +62,10 @@ def test_training_whose_every_update_was_skipped_is_not_done(fresh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_deepspeed_skips_what_fsdp2_skips(fresh, stage):
+def test_deepspeed_skips_what_fsdp2_skips(fresh):
     """Skipped updates leave weights and moments as they were, also where DeepSpeed calls the optimizer."""
     settings = ["train.guards.spike=skip", "train.guards.spike_min_history=4", "train.precision=fp32"]
-    for more in (["name=torch"], ["parallel.engine=deepspeed", f"parallel.zero_stage={stage}"]):
+    for more in (["name=torch"], ["parallel.engine=deepspeed", "parallel.zero_stage=3"]):
         run_with_faults(fresh, "nan:rank=1,step=5;spike:rank=0,step=9,factor=60", *settings, *more, ranks=2)
     ours, expected = ([record for record in lines(fresh, name) if record["step"] != 5] for name in ("mini", "torch"))
     assert [record["step"] for record in lines(fresh) if "skipped" in record] == [5, 9]
@@ -113,11 +112,3 @@ def test_of_three_ranks_the_one_that_hangs_is_named_and_training_is_started_agai
     assert [(event["status"], event["next"]) for event in read_attempts(fresh.parent / "runs/mini")
             if event["event"] == "ended"] == [("hung", "restart"), ("done", "leave")]
     assert [record["step"] for record in curve(fresh)] == list(range(1, 13))
-
-
-@pytest.mark.slow
-def test_looking_and_saving_for_longer_than_the_limit_is_no_hang(fresh):
-    """A step that is slow, but not by so much, is none either."""
-    run_train(fresh, patience(fresh, ranks=1, least_s=3), "train.checkpoint.background=false",
-              f"train.hooks={HOOKS}", DROVER_FAULTS="slow:rank=0,step=9,seconds=2")
-    assert not (train_folder(fresh) / "hangs").exists()

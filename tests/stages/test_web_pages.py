@@ -7,11 +7,9 @@ import pytest
 from drover.pipeline.config.data import FilesSource
 from drover.pipeline.config.section import identity
 from drover.pipeline.core import errors
-from drover.pipeline.core.files import read_lines
-from tests.data.reading.test_pages import ENDLESS
 from tests.data.reading.test_warc import OTHERS, archive
 from tests.data.source_files import write_jsonl
-from tests.stages.test_shard import files_source, finished, folder_of, run, write_config
+from tests.stages.test_shard import files_source, finished, run, write_config
 
 
 @pytest.fixture
@@ -39,14 +37,6 @@ def test_every_record_is_accounted_for(crawl, capsys):
     assert counts["cards"]["web"]["fields"] == {"url": {"in": 210, "of": 283}, "title": {"in": 210, "of": 283}}
     line = "of 435 records of WARC files 210 are pages; passed over are 216 of type request, 3 of type warcinfo"
     assert line in capsys.readouterr().out and any(line in own for own in counts["remarks"]["web"])
-
-
-def test_a_page_that_never_ends_is_listed(crawl, monkeypatch):
-    monkeypatch.setattr("drover.pipeline.data.extraction.SECONDS", 0.5)
-    (crawl.parent / "in/endless.html").write_text(ENDLESS)
-    assert finished(crawl, "shard.max_rejected_share=0.5").counts["rejected"] == 1
-    [rejected] = [own for own in read_lines(folder_of(crawl) / "rejected.jsonl") if own["documents"]]
-    assert (rejected["file"], rejected["reason"]) == ("endless.html", "its text is not found within 0.5 s of CPU time")
 
 
 def test_a_missing_package_is_named_before_anything_is_read(crawl, monkeypatch, capsys):
