@@ -85,14 +85,6 @@ def test_datasets_reads_the_export_for_it(run, tmp_path, exported, arguments, mo
         run, "train", "web")]
 
 
-@pytest.mark.slow
-def test_datasets_reads_the_token_shards_themselves(run):
-    rows = datasets.load_dataset("arrow", data_files=str(run / "encode/train/*.arrow"), split="train").to_list()
-    documents = [document for source in ("web", "notes") for document in documents_of(run, "train", source)]
-    assert sorted((row["key"].hex(), row["bytes"], row["tokens"]) for row in rows) == sorted(
-        (key, size, tokens.tolist()) for key, size, tokens in documents)
-
-
 def test_a_file_that_does_not_hold_what_was_written_is_refused(run, tmp_path, exported, monkeypatch):
     monkeypatch.setattr(token_export, "_write", lambda content, path, inner=token_export._write: inner(
         content, path)[::-1])

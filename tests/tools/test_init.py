@@ -18,13 +18,11 @@ from drover.pipeline.config.training import tokens_text
 from drover.pipeline.contract.run import Run
 from drover.pipeline.core import errors
 from drover.pipeline.core.errors import AbsentInputError, UserError
-from drover.pipeline.data import extraction
 from drover.pipeline.data.sources import input_files
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from drover.tools import survey
 from drover.tools.init import look, main, propose
 from tests.conftest import REPOSITORY
-from tests.crawl import write_crawl
 from tests.data.reading.test_pdf import DRAWINGS, FERRY
 from tests.data.reading.test_warc import archive
 from tests.data.source_files import COMPRESS, batch, config_of, files_source, lines, write_batches
@@ -153,27 +151,6 @@ def test_pages_are_taken_if_what_reads_them_is_installed(tmp_path, monkeypatch, 
     monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "resiliparse" else find_spec(name))
     refused(UserError, "HTML: its text needs the package resiliparse, which is not installed here: `pip install",
             look, Path("web"))
-
-
-def test_what_is_proposed_for_a_crawl_runs_through(tmp_path, monkeypatch, capsys):
-    """Also where a page holds most of the text, and another one hangs the extractor."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(survey, "SECONDS", 0.5)
-    monkeypatch.setattr(extraction, "SECONDS", 1.0)
-    write_crawl(tmp_path / "crawl", {"news": 100, "image": 1800, "large": 1, "deep": 1}, files=2)
-    output = printed(capsys, main, "crawl")
-    assert "its text is not found within 0.5 s of CPU time" in output
-    config = load_config("crawl.yaml")
-    assert "Buy now" not in str(config.train.prompts)
-    run_here("shard", "crawl.yaml", "launch.processes=1")
-    dropped = Run(load_config("crawl.yaml")).finished("shard").counts["dropped"]
-    assert {"near_duplicate", "length", "gopher_repetition"} < {*dropped} and config.shard.keep_dropped
-    run_here("shard", "crawl.yaml", "name=all", "launch.processes=1", "shard.filters=[]", "shard.near_duplicates=null",
-             "shard.drop_duplicates=false")
-    counts = Run(load_config("crawl.yaml", ["name=all"])).finished("shard").counts
-    assert (counts["rejected"], counts["documents_in"]) == (1, 107)
-    read = sum(counts["text_bytes"].values())
-    assert 4e6 < read < 6e6 and abs(look(Path("crawl")).text_bytes / read - 1) < 0.2
 
 
 LOG = "".join(
@@ -319,19 +296,6 @@ def test_the_loss_that_is_expected_names_law_and_measurement(notes, capsys):
     output = printed(capsys, main, str(notes), "--params", "110M", "--to", "large.yaml")
     assert "runs/large is there already, so this run is called large-2" in output and "is next to 110M; " in output
     assert "ln(parameters of the blocks): Kaplan et al. 2020" in Path("large.yaml").read_text()
-
-
-@pytest.mark.slow
-def test_documentation_runs_to_the_report(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    output = printed(capsys, main, str(REPOSITORY / "docs"), "--minutes", "0.2", "--to", "own.yaml")
-    for stage in ("shard", "tokenizer", "encode", "train", "convert", "evaluate", "report"):
-        assert run_here(stage, "own.yaml", "launch.processes=1", "train.validation_tokens=1024") == 0
-    run = Run(load_config("own.yaml"))
-    counts = run.finished("shard").counts
-    assert counts["rejected"] == counts["files"]["partly"] == 0
-    assert f"{counts['files']['in'] - counts['dropped']['empty']:,} files, " in output
-    assert "epochs of all sources" in (run.folder / "report.md").read_text()
 
 
 def test_a_long_text_is_divided_into_documents(notes, monkeypatch):

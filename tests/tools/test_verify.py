@@ -142,7 +142,6 @@ def test_documents_are_compared_with_their_tokens(copied, column):
 
 @slow
 @pytest.mark.parametrize(("stage", "file", "users"), [
-    ("train", "metrics.jsonl", "convert, report were"), ("convert", "hf/config.json", "evaluate, report were"),
     ("tokenizer", "report.json", "encode, train, convert, evaluate, report were"),
     ("evaluate", "results.json", "report was")])
 def test_a_stage_whose_record_was_written_again_is_not_what_later_ones_used(copied, stage, file, users):
