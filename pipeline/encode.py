@@ -26,7 +26,7 @@ from drover.pipeline.core.files import Record, output_record, read_json
 from drover.pipeline.data.counts import total
 from drover.pipeline.data.documents import digest, validation_below
 from drover.pipeline.data.streams import Input, Piece
-from drover.pipeline.data.text_shards import SPLITS, TextRecord, read_texts, shard_name, shard_records
+from drover.pipeline.data.text_shards import SPLITS, TextRecord, read_texts, shard_name, shard_records, text_bytes
 from drover.pipeline.data.token_files import read_tokens, split_documents
 from drover.pipeline.data.token_shards import Ids, Integers, TokenShard, read_batch, write_shard
 from drover.pipeline.tokenization.checking import admitted
@@ -42,7 +42,6 @@ from drover.pipeline.tokenization.tokenizer import (
     one_thread,
     reads_back,
 )
-from drover.pipeline.tokenization.training import text_bytes
 
 if TYPE_CHECKING:
     from drover.pipeline.config.data import EncodeConfig

@@ -103,7 +103,8 @@ def shard(work: Work) -> None:
 
         for warning in short_sets(searches):
             work.say(f"warning: {warning}")
-    if made := find_frequent_lines(work, units):
+    if any(own.kind == "duplicate_lines" for own in config.filters):
+        made = find_frequent_lines(work, units)
         units = [Task(unit.name, {**unit.payload, "made": made}) for unit in units]
     read = work.run_pass("read", units, stage_unit)
     names = [unit.name for unit in units]

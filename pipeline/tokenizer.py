@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, TypedDict
 from drover.pipeline.contract.workers import Task
 from drover.pipeline.core.console import counted
 from drover.pipeline.core.files import Record, copy_file, output_record, write_json
-from drover.pipeline.data.text_shards import TextRecord, read_texts, shard_name, shard_records
+from drover.pipeline.data.text_shards import (
+    TextRecord,
+    beginnings,
+    beginnings_by_source,
+    by_source,
+    read_texts,
+    shard_name,
+    shard_records,
+    text_bytes,
+)
 from drover.pipeline.tokenization.checking import COUNT, ShardCheck, check_shard, compared, from_bitmap, refuse_failures
 from drover.pipeline.tokenization.conversion import (
     open_tokenizer,
@@ -39,11 +48,7 @@ from drover.pipeline.tokenization.reporting import described, summed
 from drover.pipeline.tokenization.tokenizer import Tokenizer, load_tokenizer, loses_marks
 from drover.pipeline.tokenization.training import (
     Sample,
-    beginnings,
-    beginnings_by_source,
-    by_source,
     sampled,
-    text_bytes,
     train_bpe,
     train_sentencepiece,
     training_shards,

@@ -7,8 +7,9 @@ document's key. Its import takes two seconds, because it brings torch, so it is 
 from __future__ import annotations
 
 import gc
+import hashlib
 import tarfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple, TypedDict, cast
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 SUFFIX = ".json"
 SPLITS = ("train", "validation")
+MOST_LOOKED_AT = 256
+"""Most shards of a source of which the beginnings are read, if not all are read."""
 _BUFFER = 1 << 20
 _WRONG = (ValueError, KeyError, TypeError, AttributeError)
 """What is raised of a file that is no text shard."""
@@ -160,3 +163,48 @@ def _open(path: Path) -> IO[bytes]:
         return opened(path, _BUFFER)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}. {_FIX}") from None
+
+
+def by_hash(records: Iterable[TextRecord]) -> list[TextRecord]:
+    """The shards in an order that depends only on their contents."""
+    return sorted(records, key=lambda record: (
+        hashlib.sha256(f"0/{record['sha256']}".encode()).digest(), record["path"]))
+
+
+def by_source(records: Iterable[TextRecord]) -> dict[str, list[TextRecord]]:
+    """The shards of each source."""
+    result: dict[str, list[TextRecord]] = {}
+    for record in records:
+        result.setdefault(record["source"], []).append(record)
+    return result
+
+
+def text_bytes(records: Sequence[TextRecord]) -> int:
+    """The bytes of text in shards."""
+    return sum(record["text_bytes"] for record in records)
+
+
+def beginnings(records: Sequence[TextRecord], most_bytes: float) -> list[tuple[TextRecord, int | None]]:
+    """Shards to check, each with the bytes of text to read from its beginning; None for all.
+
+    All shards if they have at most `most_bytes` of text; otherwise that much, from shards chosen by hash.
+    """
+    if text_bytes(records) <= most_bytes:
+        return [(record, None) for record in records]
+    chosen = by_hash(records)[:MOST_LOOKED_AT]
+    return [(record, int(most_bytes) // len(chosen)) for record in chosen]
+
+
+def beginnings_by_source(records: Sequence[TextRecord], most_bytes: float) -> list[tuple[TextRecord, int | None]]:
+    """The `beginnings` of each source, with `most_bytes` for each."""
+    return [result for own in by_source(records).values() for result in beginnings(own, most_bytes)]
+
+
+def documents_of(folder: Path, record: TextRecord, limit: int | None) -> Iterator[Document]:
+    """The documents of a text shard; with `limit` those that begin in its first `limit` bytes of text."""
+    size = 0
+    for document in read_shard(folder, record):
+        yield document
+        size += len(document.text.encode())
+        if limit is not None and size >= limit:
+            break

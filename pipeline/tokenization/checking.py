@@ -16,7 +16,7 @@ import numpy as np
 from drover.pipeline.core.errors import UnusableInputError, UserError, installed_version
 from drover.pipeline.core.files import Record
 from drover.pipeline.data.documents import Document
-from drover.pipeline.data.text_shards import TextRecord, refuse_changed_shard
+from drover.pipeline.data.text_shards import TextRecord, beginnings, documents_of, refuse_changed_shard
 from drover.pipeline.tokenization.conversion import Agrees, agreement
 from drover.pipeline.tokenization.files import FILES, placed
 from drover.pipeline.tokenization.reporting import Tally, summed
@@ -30,7 +30,6 @@ from drover.pipeline.tokenization.tokenizer import (
     odd_strings,
     reads_back,
 )
-from drover.pipeline.tokenization.training import beginnings, documents_of
 
 if TYPE_CHECKING:
     from drover.pipeline.contract.manifest import Manifest

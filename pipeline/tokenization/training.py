@@ -1,5 +1,5 @@
-"""Which text the tokenizer stage reads: a sufficient number of shards, chosen by hash, never all of a large corpus. And
-training a vocabulary on a sample of them: a sentencepiece model, or byte-level BPE."""
+"""Training a vocabulary on a sample of the text, from shards that are chosen by hash, never all of a large corpus: a
+sentencepiece model, or byte-level BPE."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ import numpy as np
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import atomic_file
-from drover.pipeline.data.documents import Document
-from drover.pipeline.data.text_shards import TextRecord, read_shard
+from drover.pipeline.data.text_shards import TextRecord, by_hash, by_source, text_bytes
 from drover.pipeline.tokenization.conversion import LLAMA3_PATTERN, byte_level_tokenizer, write_ranks
 from drover.pipeline.tokenization.tokenizer import BOS, EOS, SIZE_MULTIPLE, SPECIAL_TOKENS, byte_of_character, padded
 
@@ -27,18 +26,10 @@ if TYPE_CHECKING:
 
 COVER = 4
 """Training text is sampled from shards with this many times as much text, so that the sample spreads over documents."""
-MOST_LOOKED_AT = 256
-"""Most shards of a source of which the beginnings are read, if not all are read."""
 CHUNK_CHARACTERS = 4096
 MAX_SENTENCE_BYTES = 65536
 THREADS = 16
 """A constant: the model file records it, and unigram's sums depend on it. It need not be the number of cores."""
-
-
-def by_hash(records: Iterable[TextRecord]) -> list[TextRecord]:
-    """The shards in an order that depends only on their contents."""
-    return sorted(records, key=lambda record: (
-        hashlib.sha256(f"0/{record['sha256']}".encode()).digest(), record["path"]))
 
 
 def training_shards(records: Sequence[TextRecord], train_bytes: float) -> tuple[list[TextRecord], dict[str, float]]:
@@ -60,45 +51,6 @@ def training_shards(records: Sequence[TextRecord], train_bytes: float) -> tuple[
         chosen.update(record["path"] for record in some)
         shares[source] = share
     return [record for record in records if record["path"] in chosen], shares
-
-
-def beginnings(records: Sequence[TextRecord], most_bytes: float) -> list[tuple[TextRecord, int | None]]:
-    """Shards to check, each with the bytes of text to read from its beginning; None for all.
-
-    All shards if they have at most `most_bytes` of text; otherwise that much, from shards chosen by hash.
-    """
-    if text_bytes(records) <= most_bytes:
-        return [(record, None) for record in records]
-    chosen = by_hash(records)[:MOST_LOOKED_AT]
-    return [(record, int(most_bytes) // len(chosen)) for record in chosen]
-
-
-def beginnings_by_source(records: Sequence[TextRecord], most_bytes: float) -> list[tuple[TextRecord, int | None]]:
-    """The `beginnings` of each source, with `most_bytes` for each."""
-    return [result for own in by_source(records).values() for result in beginnings(own, most_bytes)]
-
-
-def documents_of(folder: Path, record: TextRecord, limit: int | None) -> Iterator[Document]:
-    """The documents of a text shard; with `limit` those that begin in its first `limit` bytes of text."""
-    size = 0
-    for document in read_shard(folder, record):
-        yield document
-        size += len(document.text.encode())
-        if limit is not None and size >= limit:
-            break
-
-
-def text_bytes(records: Sequence[TextRecord]) -> int:
-    """The bytes of text in shards."""
-    return sum(record["text_bytes"] for record in records)
-
-
-def by_source(records: Iterable[TextRecord]) -> dict[str, list[TextRecord]]:
-    """The shards of each source."""
-    result: dict[str, list[TextRecord]] = {}
-    for record in records:
-        result.setdefault(record["source"], []).append(record)
-    return result
 
 
 @dataclass

@@ -48,6 +48,7 @@ train.lr=1e999 -> finite
 train -> is not an override
 train.lr=[ -> not valid YAML
 shard.sources=[{kind: web, name: x}] -> shard.sources.0
+shard.sources=[{kind: files, paths: [y]}] -> 'shard.sources.0.name' is missing
 shard.sources=[{kind: files, name: x, paths: [y], formatt: txt}] -> did you mean 'shard.sources.0.format'
 shard.sources=[] -> shard.sources
 shard.sources=[{kind: files, name: x, paths: [y], encoding: klingon}] -> klingon is no encoding of text

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from drover.pipeline.config.data import TokenizerConfig
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.data.text_shards import text_bytes
 from drover.pipeline.tokenization import training
 from drover.pipeline.tokenization.conversion import open_tokenizer, read_ranks
 from drover.pipeline.tokenization.tokenizer import SPECIAL_TOKENS
@@ -17,7 +18,6 @@ from drover.pipeline.tokenization.training import (
     Sample,
     chunked,
     sampled,
-    text_bytes,
     train_bpe,
     train_sentencepiece,
     training_shards,
