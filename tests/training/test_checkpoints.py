@@ -1,6 +1,7 @@
 """The saver on one rank, and continuing from what it saved."""
 
 import json
+import os
 from unittest.mock import Mock
 
 import pytest
@@ -53,13 +54,15 @@ def test_a_failed_removal_is_no_failure_of_the_save(make, monkeypatch):
     assert checkpoints.newest_valid()[1].step == 1
 
 
-def test_what_a_kill_left_of_a_removal_goes_although_a_newer_checkpoint_is_sound(make):
+def test_what_a_kill_left_of_a_removal_goes_although_a_newer_checkpoint_is_sound_and_one_with_a_torn_marker_stays(make):
     saver, checkpoints, printed = make(keep=5)
-    save(saver, 1, 2)
+    save(saver, 1, 2, 3)
     (checkpoints.path(1) / MARKER).unlink()
+    os.truncate(checkpoints.path(3) / MARKER, 20)
     assert checkpoints.newest_valid()[1].step == 2
-    assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000002"]
-    assert any("step-00000001 has no COMPLETE.json" in text for text in printed)
+    assert {path.name for path in checkpoints.folder.iterdir()} == {"step-00000002", "step-00000003.damaged"}
+    for words in "step-00000001 has no COMPLETE.json", "COMPLETE.json is truncated":
+        assert any(words in text for text in printed)
 
 
 def test_a_checkpoint_of_another_form_is_named_and_left_alone(make):
