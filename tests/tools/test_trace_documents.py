@@ -7,7 +7,6 @@ import shlex
 from collections import defaultdict
 
 import pytest
-import yaml
 
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import run_in
@@ -15,10 +14,7 @@ from drover.pipeline.data.text_shards import read_shard, shard_records
 from drover.tools.trace.__main__ import main
 from drover.tools.trace.tracing import Search
 from tests.conftest import slow
-from tests.data.reading.test_warc import archive
 from tests.refusal import printed, table
-from tests.stages.here import run_here
-from tests.stages.test_shard import files_source
 from tests.tools.recorded import Recorded
 from tests.tools.traced import PLANNED, make_traced
 
@@ -34,13 +30,13 @@ PHASES = """train.phases=[{until: 9216, sequence_length: 32, mixture: {web: 1, n
 """Nine steps each. Sequences of 24 tokens fit no grain, which is of 128: that phase reads its source anew, unless
 documents are packed."""
 PACKED = "train.packing=best_fit"
-ORDERS = {"mixture": (("train.mixture={web: 1, notes: 3}",), (192, 368)), "packed": ((PACKED,), (192, 368)),
+ORDERS = {"mixture": (("train.mixture={web: 1, notes: 3}",), (192, 368)),
           "phases": (("train.steps=null", PHASES), (256, 672)),
           "packed phases": (("train.steps=null", PHASES, PACKED), (256, 672))}
 """Settings, and the first samples of two steps that are undone; with phases, one is the last of its phase."""
 
 
-@pytest.fixture(scope="module", params=["mixture", *slow("phases", "packed", "packed phases")])
+@pytest.fixture(scope="module", params=["mixture", *slow("phases", "packed phases")])
 def recorded(request, tmp_path_factory, traced):
     """30 of 36 steps, of which step 8 skipped its update and two were undone by rollbacks."""
     settings, spikes = ORDERS[request.param]
@@ -154,44 +150,6 @@ def test_a_document_that_was_left_out_is_shown_with_the_reason(capsys, plain, na
     assert printed(capsys, main, "--run", plain.folder, "--id", name).startswith(output)
     result = answer(capsys, plain, "--id", name)
     assert result["documents"] == [] and len(result["left_out"]) == 1
-
-
-@pytest.fixture(scope="module")
-def crawl(tmp_path_factory):
-    """A run with the stage shard alone, of a crawl with a page for each thing that may become of one."""
-    folder = tmp_path_factory.mktemp("crawl")
-    news = b"".join(b"<p>%d. The ship %d sails at %d.</p>" % (number, number * 7, number % 24) for number in range(20))
-    gzipped = {"Content-Encoding": "gzip"}
-    (folder / "a.warc.gz").write_bytes(archive(
-        ("kept", b"<p>A bridge was opened by the mayor of the town today.", "text/html", {}),
-        ("news", news, "text/html", {}), ("copy", news, "text/html", {}),
-        ("short", b"<p>word", "text/html", {}), ("empty", b"<p>", "text/html", {}),
-        ("bad", b"no gzip", "text/html", gzipped), ("missing", b"", "text/html", {}, "404 Not Found"),
-        ("image", b"", "image/png", {})))
-    config = {"name": "crawl", "runs_dir": str(folder), "shard": {
-        "sources": [files_source("web", folder / "*.warc.gz")], "filters": [{"kind": "length", "min_words": 3}],
-        "keep_dropped": True, "max_rejected_share": 0.5, "validation_rule": "tail", "validation_share": 0.3}}
-    (folder / "crawl.yaml").write_text(yaml.safe_dump(config))
-    run_here("shard", folder / "crawl.yaml", "launch.processes=1")
-    return folder / "crawl"
-
-
-@pytest.mark.parametrize(("name", "number", "reason"), table("""
-    kept -> 3 -> it is in train/web-00000.tar with the key
-    copy -> 7 -> it is a duplicate of a.warc.gz:5 of the source web, which is kept
-    short -> 9 -> the filter length dropped it (fewer than 3 words)
-    empty -> 11 -> it is passed over (it has no text)
-    bad -> 13 -> it could not be read (the response cannot be decoded:
-    missing -> 15 -> it is passed over (with HTTP status 404)
-    image -> 17 -> it is passed over (with content of type image/png)""", str, int, str))
-def test_after_shard_alone_each_page_of_a_crawl_is_found(capsys, crawl, name, number, reason):
-    url = f"http://example.org/{name}"
-    shown = printed(capsys, main, "--run", crawl, "--id", url)
-    assert shown.startswith("source web  ") and f"  url {url}: {reason}" in shown and "no step trains on it" in shown
-    assert printed(capsys, main, "--run", crawl, "--id", f"a.warc.gz:{number}") == shown
-    capsys.readouterr()
-    main(["--run", str(crawl), "--json", "--id", url])
-    assert [own["url"] for own in json.loads(capsys.readouterr().out)["left_out"]] == [url]
 
 
 def test_a_packing_that_was_not_planned_is_said_and_nothing_is_written(capsys, tmp_path, traced):
