@@ -378,7 +378,7 @@ def whole(tmp_path_factory, request):
 
 
 @pytest.mark.parametrize(("seed", "cases"), [
-    (0, CASES), pytest.param(1, 10 * CASES, marks=pytest.mark.slow),
+    (0, CASES), pytest.param(1, 4 * CASES, marks=pytest.mark.slow),
     pytest.param(int(os.environ.get("FUZZ_SEED", 2)), 200 * CASES, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
 def test_a_right_result_or_one_sentence(reader, seed, cases, whole):

@@ -110,6 +110,7 @@ LASTING = {"sum"}
 def test_killed_before_any_of_its_changes_the_next_start_ends_it(count, monkeypatch, capsys):
     """No task that is recorded is done again, nothing half-made stays, and what was to go with the commit goes."""
     monkeypatch.setattr(stage_work, "git_state", dict)
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # no power cut comes
     count.tasks = {name: [f"{name}-{number}" for number in range(2)] for name in PASSES}
     count.scratch = "staging", "never-made"
     first = None

@@ -17,8 +17,7 @@ from tests.waiting import wait_for
 
 @pytest.mark.parametrize(("stop_signal", "grace", "processes", "ends"), [
     (signal.SIGUSR2, "100", 2, True), (signal.SIGUSR2, "0.002", 1, False), (signal.SIGTERM, "100", 1, False),
-    (signal.SIGKILL, "100", 2, False), pytest.param(signal.SIGUSR2, "100", 1, True, marks=pytest.mark.slow),
-    pytest.param(signal.SIGUSR2, "0.002", 2, False, marks=pytest.mark.slow)])
+    (signal.SIGKILL, "100", 2, False)])
 def test_before_a_time_limit_units_that_run_may_end_and_no_others_begin(twelve, stop_signal, grace, processes, ends):
     """Tasks that take too long are left, and so are those of a stage that is killed, whose workers end with it."""
     process = twelve.start(f"launch.processes={processes}", held=4, GRACE=grace)
