@@ -35,6 +35,7 @@ from drover.pipeline.data.counts import (
     MOST_NAMED,
     FileRead,
     counts_of_files,
+    dropped_by_reason,
     files_read,
     incomplete,
     named,
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
 REJECTED = "rejected.jsonl"
 FEW = 50
 """Documents of which the hash may choose none for a split."""
+FEW_REJECTED, FEW_REJECTED_SHARE = 10, 0.1
+"""So many documents may be rejected if they are at most this share: in a small corpus one is more than a thousandth."""
 MANY_DROPPED = 0.5
 """If more than this share of a source's documents is dropped, a warning names the most frequent reasons."""
 MANY_PAGES = 0.01
@@ -191,13 +194,9 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
 
 
 def _warnings(config: ShardConfig, source: Source, counts: dict[str, Any], card: dict[str, Any]) -> Iterator[str]:
-    unasked = {**counts["dropped"], "low_score": 0}
-    filters = counts.get("filters", {})
-    dropped = sum(unasked.values())
+    reasons = Counter(dropped_by_reason(counts) | {"low_score": 0})
+    dropped = reasons.total()
     if dropped > MANY_DROPPED * counts["documents_in"]:
-        reasons = Counter({name: count for name, count in unasked.items() if name not in filters})
-        reasons.update({f"{name}: {reason}": count for name, own in filters.items()
-                        for reason, count in own["reasons"].items()})
         yield (f"warning: source {source.name}: {dropped:,} of {counts['documents_in']:,} documents "
                f"({dropped / counts['documents_in']:.0%}) are dropped, most as "
                f"{_counted(dict((+reasons).most_common(3)))}")
@@ -258,12 +257,16 @@ def _refuse(work: Work, counts: dict[str, Any], inputs: list[FileRead]) -> None:
         (counts["rejected"], counts["documents_in"], "documents", ""),
         (sum(file.lost for file in inputs), len(inputs), "files", " to their end"),
         (size["rejected"], size["in"], "bytes of the files", "")) if of}
-    if over := [text for text, share in shares.items() if share > config.max_rejected_share]:
+    most = config.max_rejected_share
+    if most and counts["rejected"] <= FEW_REJECTED:
+        most = max(most, FEW_REJECTED_SHARE)
+    if over := [text for text, share in shares.items() if share > most]:
         files = f" The files that lose most: {named(incomplete(inputs))}." if inputs else ""
         problems.append(f"{', and '.join(over)}, more than shard.max_rejected_share {config.max_rejected_share:g} "
                         f"allows{_most_rejected(work.folder)}.{files} {work.folder / REJECTED} names all "
-                        f"of them. Repair or remove them, or set shard.max_rejected_share to "
-                        f"{math.ceil(1000 * max(shares.values())) / 1000:g}: the same command then continues.")
+                        f"of them. Repair or remove them, or add shard.max_rejected_share="
+                        f"{math.ceil(1000 * max(shares.values())) / 1000:g} to the same command, which then "
+                        f"continues.")
     documents = counts["train"] + counts["validation"]
     if documents == 1 and config.validation_rule == "hash":
         problems.append("the corpus is a single document, which cannot be used for both training and validation. Cut "

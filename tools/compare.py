@@ -35,6 +35,7 @@ from drover.pipeline.core.console import (
     echo,
     find_model,
     find_run,
+    is_run,
     refuse_low,
     table,
     watch_of,
@@ -90,11 +91,7 @@ def work(options: argparse.Namespace) -> None:
     go_offline()  # before anything imports the libraries that look for it
     refuse_low(options, "limit", "batch", "length")
     if not options.tasks and options.validation is None:
-        if options.page is None:
-            raise UserError("There is nothing to measure: give --tasks, --validation or both, such as --validation RUN "
-                            "for bits per byte of that run's validation text (drover compare A B --validation A), or "
-                            "--page for curves (drover compare A B --page compare.html).")
-        write_page(options.page, options.models)
+        compare_data(options)
         return
     if options.page is not None:
         from drover.pipeline.reporting.comparison import compare_runs
@@ -155,6 +152,24 @@ def work(options: argparse.Namespace) -> None:
         ranks.barrier()
     finally:
         stop_ranks()
+
+
+def compare_data(options: argparse.Namespace) -> None:
+    """Compare what the stage shard of runs made, and write the page that is asked for. UserError for nothing to do."""
+    from drover.pipeline.reporting.comparison import ComparedRun, data_tables
+    from drover.pipeline.reporting.document import block_lines
+
+    data = [*data_tables([ComparedRun(str(path), run_in(path)) for path in options.models])] if all(
+        map(is_run, options.models)) else []
+    if options.page is not None:
+        write_page(options.page, options.models)
+    elif not data or options.json:
+        raise UserError("There is nothing to measure: give --tasks, --validation or both, such as --validation RUN "
+                        "for bits per byte of that run's validation text (drover compare A B --validation A), or "
+                        "--page for curves (drover compare A B --page compare.html). Of runs whose stage shard is "
+                        "done, the data is compared without them.")
+    else:
+        draw(*block_lines(data))
 
 
 def deliverable(path: Path) -> Path:

@@ -139,6 +139,14 @@ def remarks(source: Source, files: Sequence[FileRead]) -> Iterator[str]:
                f"{json.dumps(source.separator)} does not occur in {len(without):,} of {len(looked):,} files")
 
 
+def dropped_by_reason(counts: Record) -> dict[str, int]:
+    """How many documents of a source were dropped for each reason, those of filters as `filter: reason`. counts: of a
+    source, as the manifest has them."""
+    filters = counts.get("filters", {})
+    return {**{name: count for name, count in counts["dropped"].items() if name not in filters},
+            **{f"{name}: {reason}": count for name, own in filters.items() for reason, count in own["reasons"].items()}}
+
+
 def passed_over(files: Iterable[FileRead]) -> dict[str, int]:
     """How many records of WARC files are no pages, by what they are, the most frequent first."""
     return most_frequent(total(file.passed_over or {} for file in files), MOST_REASONS, OTHERS)

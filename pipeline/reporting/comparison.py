@@ -3,9 +3,11 @@ scores that were measured together, and those of checkpoints."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,10 @@ from drover.pipeline.config.section import by_kind, flatten
 from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.core.console import counted, first
 from drover.pipeline.core.errors import UserError, listed
-from drover.pipeline.core.files import Record, read_record
+from drover.pipeline.core.files import Record, read_lines, read_record
+from drover.pipeline.data.counts import EXAMPLE_CHARACTERS, dropped_by_reason
+from drover.pipeline.data.filters.base import DROPPED
+from drover.pipeline.data.text_shards import SPLITS
 from drover.pipeline.records.checkpoint_scores import read_scores
 from drover.pipeline.records.metrics import RunFacts
 from drover.pipeline.reporting.chapters.results import score_charts
@@ -35,6 +40,8 @@ from drover.pipeline.reporting.facts import Facts
 OF_THE_RUN = ("name", "runs_dir", "reuse")
 """Settings that say where a run is."""
 TIME = "minutes of training"
+FEW = 5
+"""Documents that are shown which the filters of one run drop, and those of the other do not."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,22 @@ class ComparedRun:
         made = self.run.finished("encode")
         return sorted(record["sha256"] for record in made.outputs if record.get("split") == "validation")
 
+    @cached_property
+    def fates(self) -> Counter[tuple[str, str]]:
+        """How many documents of each source became what, and its tokens; empty without text."""
+        shard, encoded = self.run.manifest("shard"), self.run.manifest("encode")
+        sources = shard.counts.get("sources", {}) if shard else {}
+        tokens = encoded.counts.get("splits", {}).get("train", {}) if encoded else {}
+        return Counter({(source, fate): count for source, own in sources.items() for fate, count in {
+            "came in": own["documents_in"], **{f"kept, {split}": own[split] for split in SPLITS},
+            "kept, training tokens": tokens.get(source, {}).get("tokens", 0), "unreadable": own["rejected"],
+            **{f"dropped, {reason}": count for reason, count in dropped_by_reason(own).items()}}.items()})
+
+    def dropped(self) -> Iterator[Record]:
+        """The documents that its filters dropped, where they are kept."""
+        folder = self.run.stage_folder("shard")
+        return chain.from_iterable(read_lines(path) for path in sorted((folder / DROPPED).glob("*.jsonl")))
+
     def series(self, field: str, measure: Callable[[Mapping[str, Any]], float]) -> Series:
         """The values of a field over a measure, where there are many their means over windows."""
         return replace(curve(self.facts.over(measure, field))[-1], name=self.name)
@@ -104,8 +127,8 @@ def compare_runs(folders: Sequence[Path], scores: Sequence[Block] = ()) -> Repor
         raise UserError(listed(wrong))
     while_training = [*score_charts({run.name: run.facts for run in runs})]
     chapters: dict[str, Iterable[Block]] = {
-        "Runs": [runs_table(runs)], "Scores": scores, "Scores while training": while_training, **curves(runs),
-        "Settings": [settings_table(runs)]}
+        "Runs": [runs_table(runs)], "Data": data_tables(runs), "Scores": scores,
+        "Scores while training": while_training, **curves(runs), "Settings": [settings_table(runs)]}
     return ReportDocument(
         f"{counted(len(runs), 'run')} compared", first([run.name for run in runs]), best(runs), list(notices(runs)),
         [], chapters_of(chapters))
@@ -133,6 +156,24 @@ def notices(runs: Sequence[ComparedRun]) -> Iterator[Notice]:
     if any(run.validation_text != runs[0].validation_text for run in runs):
         yield Notice("warning", "The runs have different validation texts or tokens. Measure all on the same text: "
                                 "drover compare RUN RUN --validation RUN.")
+
+
+def data_tables(runs: Sequence[ComparedRun]) -> Iterator[Block]:
+    """What became of the documents of each source, by reason, and its tokens; and the first documents that
+    the filters of the last run dropped, and those of the first did not. Nothing unless each run has read text."""
+    fates = {run.name: run.fates for run in runs}
+    if not all(fates.values()):
+        return
+    yield Table("What became of the documents", {
+        "source": "{source}", "documents": "{fate}", **{name: f"{{{name}:,}}" for name in fates}}, [
+        {"source": key[0], "fate": key[1], **{name: own[key] for name, own in fates.items()}}
+        for key in sorted({*chain(*fates.values())}) if any(own[key] for own in fates.values())])
+    before, after = runs[0], runs[-1]
+    known = {(line["source"], line["id"]) for line in before.dropped()}
+    new = (line for line in after.dropped() if (line["source"], line["id"]) not in known)
+    yield Table(f"The first {FEW} that filters of {after.name} drop, and those of {before.name} do not", {
+        "document": "{source}/{id}", "dropped as": "{filter}, {reason}", "text": "{text}"},
+        [{**line, "text": " ".join(line["text"][:EXAMPLE_CHARACTERS].split())} for line in islice(new, FEW)])
 
 
 def runs_table(runs: Sequence[ComparedRun]) -> Table:

@@ -88,7 +88,8 @@ class Series:
 @dataclass(frozen=True)
 class Lines:
     """A chart of lines, those without a name last. unit: of its values. from_zero: they begin at 0. over: what x
-    counts; log_x: on a logarithmic axis. A table has the values as text."""
+    counts; log_x: on a logarithmic axis; colour: of the first line that is not faint. A table has the values as
+    text."""
 
     title: str
     unit: str
@@ -97,6 +98,7 @@ class Lines:
     from_zero: bool = False
     over: str = "step"
     log_x: bool = False
+    colour: int = 1
 
     def __bool__(self) -> bool:
         return any(line.x for line in self.series)
@@ -184,13 +186,18 @@ def console_lines(document: ReportDocument, most: int | None = None) -> Iterator
     most: chapters of it."""
     yield document.subtitle
     yield from (f"{tile.label}: {tile.value} {tile.note}" for tile in document.tiles)
-    for block in (block for chapter in document.chapters[:most] for block in chapter.blocks):
+    yield from block_lines(block for chapter in document.chapters[:most] for block in chapter.blocks)
+    yield from ("", *(f"{notice.kind}: {notice.text}" for notice in document.notices), document.result)
+
+
+def block_lines(blocks: Iterable[Block]) -> Iterator[RenderableType]:
+    """The tables and paragraphs among some blocks, for a terminal."""
+    for block in blocks:
         if isinstance(block, Table) and block:
             yield from ("", block.title, table([[*block.columns], *(cells for _, cells in block.rows)], [
                 heading for heading, is_number in zip(block.columns, block.numbers, strict=True) if is_number]))
         elif isinstance(block, str):
             yield block
-    yield from ("", *(f"{notice.kind}: {notice.text}" for notice in document.notices), document.result)
 
 
 class _Filled(Formatter):

@@ -7,10 +7,11 @@ import pytest
 from drover.pipeline.config.loading import save_config
 from drover.pipeline.config.tree import Config, changed
 from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.contract.run import run_in
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_json
 from drover.pipeline.records.checkpoint_scores import CheckpointScores, scores_path
-from drover.pipeline.reporting.comparison import compare_runs
+from drover.pipeline.reporting.comparison import ComparedRun, compare_runs, data_tables
 from drover.pipeline.reporting.document import Series
 from drover.pipeline.reporting.experiment import SweepVariant
 from tests.data.source_files import write_jsonl
@@ -55,6 +56,26 @@ def test_curves_of_two_runs_stand_over_what_training_has_used(tmp_path):
     assert each == shape.flops_per_token(config(tmp_path).train.sequence_length, causal=False)
     assert page.result.startswith("Not all runs are evaluated: slow, fast.")
     assert not page.notices
+
+
+def test_what_filters_changed_is_shown_with_documents_that_are_dropped_now(tmp_path):
+    """Without training. Only rows in which something differs from zero; and not what both runs drop."""
+    runs = []
+    for name, dropped in {"lax": ["a"], "strict": ["a", "b"]}.items():
+        folder = tmp_path / name
+        save_config(changed(config(tmp_path), {"name": name}), folder / "config.yaml")
+        Manifest("shard", {}, [], {"sources": {"web": {
+            "documents_in": 9, "train": 9 - len(dropped), "validation": 0, "rejected": 0,
+            "dropped": {"duplicate": 0, "length": len(dropped)},
+            "filters": {"length": {"reasons": {"short": len(dropped)}}}}}}, "").write(folder / "shard")
+        write_jsonl(folder / "shard/dropped/web-00000.jsonl", [
+            {"source": "web", "id": one, "filter": "length", "reason": "short", "text": f"{one}\nb"}
+            for one in dropped])
+        runs.append(ComparedRun(name, run_in(folder)))
+    table, new = data_tables(runs)
+    assert [row for _, row in table.rows] == [
+        ("web", "came in", "9", "9"), ("web", "dropped, length: short", "1", "2"), ("web", "kept, train", "8", "7")]
+    assert [row for _, row in new.rows] == [("web/b", "length, short", "b b")]
 
 
 def test_other_tokenizers_and_runs_in_training_are_named(tmp_path):

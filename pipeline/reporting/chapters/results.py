@@ -47,14 +47,16 @@ def validation(facts: Facts) -> Iterator[Block]:
     known = sorted((value, name) for name, value in bars.items() if value is not None)
     yield Bars("Bits per byte of validation text", {name: value for value, name in known}, facts.config.name)
     entries = {**result["sources"], **({ALL: total} if len(result["sources"]) > 1 else {})}
+    rows = flat(entries, "name")
     yield Table("Bits per byte by source", {
         "source": "{name}", "model": "{bits_per_byte:.4f}",
-        **{name: f"{{baselines[{name}]:.4f}}" for name in total["baselines"]}, "byte entropy": "{entropy:.4f}",
-        "perplexity": "{perplexity:.3f}", "documents": "{documents:,} of {of_documents:,}",
-        "bytes": "{bytes:,}", "tokens": "{targets:,}",
-        "training text for xz": "{training_bytes:B} of {of_training_bytes:B}"},
-        flat(entries, "name"), " ".join(f"{name}: {meaning}." for name, meaning in facts.results.get(
+        **{name: f"{{baselines[{name}]:.4f}}" for name in total["baselines"]}, "byte entropy": "{entropy:.4f}"},
+        rows, " ".join(f"{name}: {meaning}." for name, meaning in facts.results.get(
             "definitions", {}).items() if name in total["baselines"]))
+    yield Table("Validation text by source", {
+        "source": "{name}", "perplexity": "{perplexity:.3f}", "documents": "{documents:,} of {of_documents:,}",
+        "bytes": "{bytes:,}", "tokens": "{targets:,}",
+        "training text for xz": "{training_bytes:B} of {of_training_bytes:B}"}, rows)
 
 
 def tasks(facts: Facts) -> Iterator[Block]:
