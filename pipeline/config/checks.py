@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import combinations
 from operator import attrgetter
+from pathlib import PurePath
 from typing import Any
 
 from drover.model.attention import BACKENDS
 from drover.model.config import ModelConfig
-from drover.pipeline.config.data import UINT16_IDS, web_packages
+from drover.pipeline.config.data import UINT16_IDS, file_format, web_packages
 from drover.pipeline.config.kinds import source_of
 from drover.pipeline.config.optimizers import optimizer_problems
 from drover.pipeline.config.phases import BatchPlan, batch_problems, in_phases, plan_problems
@@ -112,8 +113,9 @@ def _rules(config: Config) -> Rules:
            "<train.decay_steps> is set, but <train.schedule>; it applies to 'wsd' only.")
     decay = (train.decay_steps or 0) if train.schedule == "wsd" else 0
     yield (train.warmup_steps + decay > train.steps,
-           f"<train.warmup_steps>{' + <train.decay_steps>' * (decay > 0)} is more than <train.steps>. Take "
-           f"fewer, or train for more steps.")
+           f"<train.warmup_steps>{' + <train.decay_steps>' * (decay > 0)} is more than <train.steps>. Take fewer "
+           f"(train.warmup_steps={train.steps // 10}{f' train.decay_steps={train.steps // 5 or 1}' * (decay > 0)}), or "
+           f"train for more steps.")
     yield (sorted(set(average)) != average or max(average, default=0) > train.steps,
            "<convert.average>: name each step once, in order, and none above <train.steps>.")
     timeout, hang = parallel.timeout_minutes, train.guards.hang_minutes
@@ -207,20 +209,25 @@ def _listed(config: Config) -> Iterator[str]:
         yield from (f"{key} has {count} {what} '{name}'; there can be one.{remedy}"
                     for name, count in Counter(names).items() if count > 1)
     for name, keep in config.shard.best_shares.items():
-        yield from _no_score(config, name, keep.by)
+        yield from _no_field(config, name, keep.by, f"shard.sources: {name} keeps documents by")
     for item in config.shard.filters:
+        for source in config.shard.sources if item.kind == "site" else ():
+            if source.name in (item.sources or [source.name]) and "warc" not in {
+                    file_format(PurePath(path)) or "warc" for path in getattr(source, "paths", ())}:
+                yield from _no_field(config, source.name, item.field,
+                                     f"shard.filters: {name_of(item)} judges {source.name} by")
         yield from _no_sources(f"shard.filters: the filter {name_of(item)}", getattr(item, "sources", None),
                                config.shard.source_names)
     yield from _no_sources("train.max_epochs", train.max_epochs, sources)
 
 
-def _no_score(config: Config, source: str, field: str) -> Iterator[str]:
-    """A sentence if the documents of a source do not have the field with the score by which it keeps some."""
+def _no_field(config: Config, source: str, field: str, what: str) -> Iterator[str]:
+    """A sentence if the documents of a source do not have a field. what: is done by it."""
     filters = [item for item in config.shard.filters if source in (getattr(item, "sources", None) or [source])]
     known = [name for own in config.shard.sources if own.name == source for name in getattr(own, "meta_fields", ())]
     known += [item.score_field for item in filters if hasattr(item, "score_field")]
     if field not in known and not any(":" in item.kind for item in filters):
-        yield (f"shard.sources: {source} keeps documents by {field}, a field that they do not have; "
+        yield (f"{what} {field}, a field that its documents do not have; "
                f"{meant(field, known, 'add it to meta_fields of the source, or a classifier to shard.filters.')}")
 
 

@@ -43,6 +43,7 @@ OPTIMIZERS = {
 STAGE_FUNCTIONS: dict[str, dict[str, str]] = {
     "shard": {"files": "drover.pipeline.data.sources:filter_files",
               "task_files": "drover.pipeline.data.sources:input_files",
+              "problems": "drover.pipeline.data.sources:label_problems",
               "external_code": "drover.pipeline.data.filters.base:external_code"},
     "tokenizer": {"files": "drover.pipeline.tokenization.files:input_files",
                   "problems": "drover.pipeline.tokenization.conversion:ready_problems"},

@@ -32,6 +32,7 @@ from drover.pipeline.core.errors import AbsentInputError, UserError, all_problem
 from drover.pipeline.core.files import Record
 from drover.pipeline.core.folders import matches, once
 from drover.pipeline.data.filters.base import Filter
+from drover.pipeline.data.filters.classifier import FastText
 from drover.pipeline.data.readers import FORMATS, divisible
 from drover.pipeline.data.streams import Piece, name_as_text
 from drover.pipeline.storage.object_files import InputFile, ObjectFile, find
@@ -166,8 +167,8 @@ def matching(name: str, patterns: Sequence[str], exclude: Sequence[str] = ()) ->
                             f"({first(sorted(broken))}). Fetch what they name (`git annex get`, `dvc pull`), or remove "
                             f"them.")
         elif not files and (there or not matched):
-            problems.append(f"source {name}: {pattern} is a folder. Name the files in it, as in "
-                            f"{PurePath(pattern)}/**/*.html." if full.is_dir() else
+            problems.append(f"source {name}: {pattern} is a folder. Name the files in it (`drover init {pattern}` "
+                            f"shows how), as in {PurePath(pattern)}/**/*.ENDING." if full.is_dir() else
                             f"source {name}: no file matches {pattern} (looked for {full}). Correct `paths`.")
         result.update(dict.fromkeys(files))
     own = once(path for path in result if isinstance(path, Path))
@@ -264,6 +265,11 @@ def filter_files(config: Config) -> list[tuple[str, InputFile]]:
     if problems:
         raise AbsentInputError(listed(problems), result, {FILTER_FILES})
     return result
+
+
+def label_problems(config: Config) -> list[str]:
+    """Labels that filters name and their models do not have, as sentences."""
+    return refusals(*(own.open for own in config.shard.filters if isinstance(own, FastText)))
 
 
 TOKEN_PART = 1 << 25

@@ -60,6 +60,8 @@ shard.sources.1={} -> 'shard.sources' is {'1': {}} (dict): input should be a val
 train.phases=[{until: 1M, seq_len: 5}] -> unknown key 'train.phases.0.seq_len'
 train.phases=[{lr: 1, until: many}] -> 'train.phases.0.until' is 'many'
 train.steps=7; train.phases=[{until: 20k}] -> train.steps 7 is not the number of steps in train.phases, 2. Leave it out
+shard.filters=[{kind: site, drop: [a.org]}] -> site judges stdlib by url, a field that its documents do not have
+train.steps=12 -> train.warmup_steps 50 is more than train.steps 12. Take fewer (train.warmup_steps=1), or train
 train.prompts=[a]; train.prompts.1=b -> the list train.prompts has 1 items, counted from 0
 
 train.lr=0,01 -> is '0,01' (str): input should be a valid number; write 0.01.

@@ -106,7 +106,8 @@ def test_problems_with_paths_are_told_all_at_once(tmp_path, monkeypatch):
         (tmp_path / link).symlink_to("c.doc")
     refused(UserError, r"2 links that match .*\(b.doc, c.doc\)", names, second)
     (tmp_path / "data/web").mkdir(parents=True)
-    refused(UserError, re.escape("data/web/ is a folder. Name the files in it, as in data/web/**/*.html."), read,
+    refused(UserError, re.escape("data/web/ is a folder. Name the files in it (`drover init data/web/` shows how), as "
+                                 "in data/web/**/*.ENDING."), read,
             "data/web/")
 
 

@@ -6,11 +6,14 @@ trains (`drover classifier train`). Its probabilities equal those of the other p
 
 from __future__ import annotations
 
+import mmap
 import os
+import re
 import struct
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +50,11 @@ class FastText(Filter):
         return [Path(self.path)]
 
     def refuse_unknown(self, setting: str, labels: Iterable[str]) -> None:
-        """UserError if the model does not know the labels that a setting names. Loads the model, once a process for any
-        number of units."""
-        known = self._model[1]
+        """UserError if the model does not know the labels that a setting names, or is none."""
+        path = Path(self.path)
+        if not path.is_file():
+            raise UserError(f"The model {path} of the filter {name_of(self)} is not there. Correct `path`.")
+        known = labels_of(str(path))
         if unknown := [label for label in labels if label not in known]:
             typed = unknown[0].lower()
             nearest = sorted(known, key=lambda label: ([label[:end] != typed[:end] for end in (3, 2, 1)], label))[:5]
@@ -57,18 +62,10 @@ class FastText(Filter):
                             f"{len(known)} labels; the nearest are {', '.join(nearest)}. Correct "
                             f"`{setting}`.")
 
-    @cached_property
-    def _model(self) -> tuple[Any, set[str]]:
-        path = Path(self.path)
-        if not path.is_file():
-            raise UserError(f"The model {path} of the filter {name_of(self)} is not there. Correct `path`.")
-        return loaded(str(path))
-
     def probabilities(self, text: str, labels: int | None = None) -> dict[str, float]:
         """The most probable labels of a text, all by default, and their probabilities; none for a text without
         words."""
-        model, known = self._model
-        names, values = model.predict(one_line(text), k=labels or len(known), threshold=-1.0)
+        names, values = loaded(str(self.path)).predict(one_line(text), k=labels or _ALL, threshold=-1.0)
         return {label.removeprefix(LABEL): float(value) for label, value in zip(names, values, strict=True)}
 
 
@@ -79,18 +76,28 @@ def one_line(text: str) -> str:
 
 
 @lru_cache(maxsize=2)
-def loaded(path: str) -> tuple[Any, set[str]]:
-    """A fastText model, and all labels that it knows."""
+def labels_of(path: str) -> set[str]:
+    """The labels of a fastText model, by its file, of which the weights are not read. UserError if it is none."""
+    if not _is_complete(path):
+        raise _no_model(path, "it does not end as one does, so a part may be missing")
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        _, count = _HEAD.unpack(data[:_HEAD.size])
+        return {match[1].decode() for match in islice(re.finditer(LABEL.encode() + rb"([^\0]*)\0", data), count)}
+
+
+def _no_model(path: str, why: object) -> UserError:
+    return UserError(f"The file {path} is no fastText model with labels: {why}. Give one that was trained with labels, "
+                     f"such as lid.176.ftz for languages.")
+
+
+@lru_cache(maxsize=2)
+def loaded(path: str) -> Any:
+    """A fastText model."""
     import fasttext
     try:
-        if not _is_complete(path):
-            raise ValueError("it does not end as one does, so a part may be missing")
-        model = fasttext.load_model(path)
-        labels, _ = model.predict("", k=_ALL, threshold=-1.0)
+        return fasttext.load_model(path)
     except (ValueError, RuntimeError, MemoryError) as error:
-        raise UserError(f"The file {path} is no fastText model with labels: {error}. Give one that was "
-                        f"trained with labels, such as lid.176.ftz for languages.") from None
-    return model, {label.removeprefix(LABEL) for label in labels}
+        raise _no_model(path, error) from None
 
 
 def _is_complete(path: str) -> bool:
@@ -121,7 +128,7 @@ class Classifier(FastText):
     `keep`."""
 
     def open(self) -> None:
-        """Load the model."""
+        """See Filter."""
         self.refuse_unknown("label", [self.label])
 
     @property

@@ -30,7 +30,7 @@ class Language(FastText):
     characters in lines of `languages`. null: label the text as a whole."""
 
     def open(self) -> None:
-        """Load the model."""
+        """See Filter."""
         self.refuse_unknown("languages", self.languages)
 
     _last: str = ""

@@ -99,7 +99,7 @@ def test_a_score_that_no_document_has_is_refused(tmp_path, capsys):
     source = files_source("web", tmp_path / "f.txt", keep={"by": "stars", "share": 0.5})
     (tmp_path / "f.txt").write_text("a text")
     assert run(write_config(tmp_path, [source])) == 2
-    assert "web keeps documents by stars, a field that they do not have" in capsys.readouterr().err
+    assert "web keeps documents by stars, a field that its documents do not have" in capsys.readouterr().err
     model = {"kind": "classifier", "path": str(TWO), "label": "en", "name": "stars"}
     assert run(write_config(tmp_path, [source], filters=[model])) == 2
     assert "did you mean 'stars_score'?" in capsys.readouterr().err

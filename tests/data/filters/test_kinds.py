@@ -22,6 +22,8 @@ from drover.pipeline.data.filters.base import (
     few_reasons,
     no_counts,
 )
+from drover.pipeline.data.sources import label_problems
+from tests.data.source_files import config_of
 from tests.refusal import refused, table
 
 
@@ -143,6 +145,9 @@ def test_labels_are_those_of_the_model(outcomes):
     assert outcomes(["eng_Latn", "fra_Latn"], WITH_SCRIPTS)[1][:3] == [None, "of another language", None]
     refused(UserError, r"names eng, but the model .* knows 3 labels; the nearest are eng_Latn, .*\. Correct `lang",
             made(kind="language", path=str(WITH_SCRIPTS), languages=["eng"]).open)
+    wrong = [{"kind": "classifier", "path": str(TWO), "label": label, "name": label} for label in ("hq", "en", "pt")]
+    problems = label_problems(config_of(filters=wrong))
+    assert [problem.partition(",")[0] for problem in problems] == ["The filter hq names hq", "The filter pt names pt"]
 
 
 def test_pages_are_dropped_by_their_site():
