@@ -19,7 +19,7 @@ import sys
 import textwrap
 import time
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
@@ -32,7 +32,7 @@ from drover.launch.plan import Machine
 from drover.model.config import ModelConfig
 from drover.model.presets import LADDER
 from drover.pipeline.config.data import ShardConfig
-from drover.pipeline.config.loading import Dumper
+from drover.pipeline.config.loading import Dumper, load_config
 from drover.pipeline.config.training import TrainConfig, read_tokens, tokens_text
 from drover.pipeline.core.console import Parser, Program, counted, duration, echo, printable, refuse_low
 from drover.pipeline.core.errors import UserError, absent
@@ -202,9 +202,15 @@ def work(options: argparse.Namespace) -> None:
     """Write the configuration, and print what it is based on."""
     refuse_low(options, "minutes", "params")
     target = options.to or Path(f"{_name(options.data)}.yaml")
-    if target.exists():
+    if target.exists() and not target.is_file():
         raise UserError(f"{target} is there already. Give another name with --to, or remove it.")
     corpus, machine = look(options.data), find_machine()
+    if target.is_file():
+        names = load_config(target, check=False).source_names
+        print(_remarks(corpus), _sources(corpus, names), sep="", end="", flush=True)
+        raise UserError(f"{target} is there already, and is not changed. To train on {options.data} too, put the lines "
+                        f"above at the end of `sources:` in its section `shard:`. A run of it that has begun needs "
+                        f"another name (`name:`). For a configuration of its own, give another file with --to.")
     rate = training_rate(machine)
     ranks = 1 if machine.gpus else min(MOST_RANKS, 2 ** int(math.log2(machine.cores)))
     proposal = propose(corpus, rate, options.minutes, options.params, ranks)
@@ -302,8 +308,6 @@ def as_yaml(corpus: Corpus, proposal: Proposal, name: str) -> str:
     allowed = min(1.0, max(least, math.ceil(2000 * corpus.rejected_share) / 1000))
     rejected = (f"  max_rejected_share: {allowed:g}   # twice what was broken ({corpus.rejected_share:.2%}), more for "
                 f"pages, or if not all was looked at\n") * (allowed > ShardConfig().max_rejected_share)
-    remarks = [f"# {' '.join(printable(own).split())}\n" for own in (
-        *(f"left out: {own}" for own in corpus.left_out), *corpus.remarks)]
     short_of_text = proposal.wanted >= int(ROOM * EPOCHS * proposal.corpus_tokens)
     size = f"vocab_size: {shape.vocab_size}   # up to the root of twice the text's bytes; fewer where words are few"
     vocabulary = ("kind: byte   # too little text, or too few words, for a vocabulary of its own"
@@ -319,7 +323,7 @@ def as_yaml(corpus: Corpus, proposal: Proposal, name: str) -> str:
     return f"""\
 # Proposed for {counted(corpus.files, "file")} with {corpus.text_bytes / 1e6:,.1f} MB of text. Change what you know \
 better.
-{"".join(remarks)}name: {_quoted(name)}
+{_remarks(corpus)}name: {_quoted(name)}
 
 shard:
   sources:
@@ -367,10 +371,16 @@ evaluate:
 {launch}"""
 
 
-def _sources(corpus: Corpus) -> str:
+def _remarks(corpus: Corpus) -> str:
+    """What is left out, and what to know, as comments."""
+    return "".join(f"# {' '.join(printable(own).split())}\n" for own in (
+        *(f"left out: {own}" for own in corpus.left_out), *corpus.remarks))
+
+
+def _sources(corpus: Corpus, taken: Sequence[str] = ()) -> str:
     """A source for each kind of files, called after the file or folder; its paths are absolute, and each has a line.
-    Where two would have one name, the kind's field and encoding follow."""
-    sources = dict[str, dict[str, Any]]()
+    Where two would have one name, the kind's field and encoding follow. taken: names that others have."""
+    sources: dict[str, dict[str, Any]] = {name: {} for name in taken}
     for kind, patterns in corpus.sources.items():
         place = corpus.places[kind]
         field = f"{kind.text_field or ('other' if kind.format else 'text')}-{kind.encoding}".removesuffix("-utf-8")
@@ -379,8 +389,8 @@ def _sources(corpus: Corpus) -> str:
             own, f"{own}-{field}"))
         name = _free(longer if base in sources else base, sources.__contains__)
         sources[name] = {"kind": "files", "name": name, **kind.settings(), **patterns}
-    return textwrap.indent(yaml.dump([*sources.values()], Dumper=Dumper, sort_keys=False, allow_unicode=True,
-                                     width=math.inf), "    ")
+    return textwrap.indent(yaml.dump([*filter(None, sources.values())], Dumper=Dumper, sort_keys=False,
+                                     allow_unicode=True, width=math.inf), "    ")
 
 
 def _flow(texts: list[str]) -> str:

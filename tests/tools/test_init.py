@@ -341,6 +341,18 @@ def test_what_is_added_later_is_read_wherever_it_lies(notes):
     assert {"own.json", "late.txt", "second.note"} < names and not {"other.json", "cut.json"} & names
 
 
+def test_another_folder_s_sources_are_printed_for_a_file_that_is_there(notes, capsys):
+    assert main([str(notes)]) == 0
+    before = Path("my-notes.yaml").read_text()
+    capsys.readouterr()
+    assert main([str(notes)]) == 2
+    out, error = capsys.readouterr()
+    assert "# left out: photo.png: " in out and "put the lines above at the end of `sources:`" in error
+    Path("my-notes.yaml").write_text(before.replace("  sources:\n", f"  sources:\n{out}"))
+    names = load_config("my-notes.yaml").source_names
+    assert len({*names}) == len(names) == 2 * out.count("- kind: files")
+
+
 def test_few_files_are_a_corpus_with_held_out_text(notes):
     assert main([str(notes), "--minutes", "1"]) == 0
     config = load_config("my-notes.yaml")
