@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
-from drover.launch.arguments import add_config, configuration, refuse_unusable_places
+from drover.launch.arguments import add_config, configuration, overrides, refuse_unusable_places
 from drover.launch.run_status import FINISHED, SILENT, continue_command, read_run
 from drover.launch.slurm.chain import in_queue
 from drover.launch.slurm.options import FOLDER
@@ -224,12 +224,13 @@ def _print_end(what: str, lines: list[str]) -> None:
 
 
 def _explain_options(parser: Parser) -> None:
-    add_config(parser, "section.key", "section.key: such as train.lr or train (default: all settings); ")
+    add_config(parser, "section.key", "section.key: such as train.lr or train (default: all settings); with "
+               "runs/NAME/config.yaml its value in a run; ")
 
 
 def _explain(options: argparse.Namespace) -> int:
     names = _names(options) or [""]
-    config = configuration(options)
+    config = configuration(options) if options.config or overrides(options) else None
     draw(*"\n\n".join(explanation(config, name) for name in names).split("\n"))
     return 0
 

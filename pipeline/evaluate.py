@@ -126,7 +126,7 @@ def evaluate(work: Work) -> None:
         due = ranks.is_rank_zero and cached.record(*of_baselines) is None
         baselines = background.submit(compare, work) if due else Future[Any]()  # without a result, which is not read
         validation = measure_text(work, ranks, cached, opened, length)
-        continuations = cached.get("continuations", ("tokenizer", "convert"), (
+        continuations = cached.get("continuations", ("encode", "tokenizer", "convert"), (
             "prompts", "prompt_tokens", "temperature", "top_p", "dtype"),
             lambda: continue_prompts(work, ranks, opened, cached.watch("continuations", "prompts")))
         tasks = measure_tasks(work, ranks, cached, opened, length, work.folder / "lm_eval.log")
@@ -269,11 +269,20 @@ def search_items(work: Work, ranks: Ranks, cached: Cached, tasks: Mapping[str, T
 def continue_prompts(work: Work, ranks: Ranks, opened: OpenedModel, watch: Watch) -> list[dict[str, Any]]:
     """The model's continuation of each prompt. Each rank continues a share of the prompts."""
     from drover.model.generation.stream import generate
+    from drover.pipeline.data.remote_tokens import shards_of
+    from drover.pipeline.data.token_shards import ChosenDocuments
     from drover.pipeline.evaluation.open_model import eos_ids, named_if_nan, prompt_ids
+    from drover.pipeline.evaluation.validation import chosen_documents
 
     settings = work.config.evaluate
     context = opened.config.context_length
-    prompts = [prompt_ids(opened, prompt) for prompt in settings.prompts]
+
+    def beginnings() -> list[str]:
+        shards = shards_of(work, "validation")
+        return opened.tokenizer.beginnings([ChosenDocuments(shards[source], chosen)
+                                            for source, chosen in chosen_documents(work).items()])
+    texts = ranks.by_leader(beginnings) if settings.prompts is None else settings.prompts
+    prompts = [prompt_ids(opened, text) for text in texts]
     for number, ids in enumerate(prompts):
         if len(ids) >= context:
             raise UserError(f"evaluate.prompts.{number} has {len(ids)} tokens, which leaves no room in the model's "
@@ -284,7 +293,7 @@ def continue_prompts(work: Work, ranks: Ranks, opened: OpenedModel, watch: Watch
         with named_if_nan(opened):
             new, = generate(opened.model, [prompts[number]], room, temperature=settings.temperature,
                             top_p=settings.top_p, seed=number, stop_ids=eos_ids(opened))
-        return {"prompt": settings.prompts[number], "text": opened.tokenizer.decode(new), "tokens": len(new),
+        return {"prompt": texts[number], "text": opened.tokenizer.decode(new), "tokens": len(new),
                 "ended": len(new) < room}
 
     return opened.placed.divide(ranks, range(len(prompts)), write, watch)

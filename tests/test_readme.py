@@ -112,6 +112,13 @@ def test_a_second_run_is_up_to_date_at_once(demo, home):
 
 
 @pytest.mark.slow
+def test_prompts_are_beginnings_of_the_own_text(outcomes, home, corpus):
+    texts = [" ".join(file.read_text().split()) for file in corpus.glob("*.txt")]
+    made = read_json(home / "runs/mine/evaluate/results.json")["continuations"]
+    assert made and all(any(text.startswith(one["prompt"]) for text in texts) for one in made)
+
+
+@pytest.mark.slow
 def test_the_trial_reuses_the_demo_without_a_copy(outcomes, home):
     assert sorted(path.name.partition(".out")[0] for path in (home / "runs/trial").glob("[!.]*")) == \
         ["config.yaml", "convert", "events", "launch", "logs", "train"]

@@ -175,8 +175,9 @@ LIMITS = ("gt", "ge", "lt", "le", "min_length", "max_length", "pattern")
 """Arguments of fields that are shown with their types."""
 
 
-def explain(config: Config, key: str = "") -> str:
-    """The documentation, type, default and current value of the setting or section `key` ("" for all).
+def explain(config: Config | None, key: str = "") -> str:
+    """The documentation, type, default and, with a configuration, current value of the setting or section `key` ("" for
+    all).
 
     Raises:
         UserError: no such key; names the one that may be meant. Or `key` is of filters, loggers or hooks, and one of
@@ -188,7 +189,7 @@ def explain(config: Config, key: str = "") -> str:
         return (f"{key}\n  A shape, which the section's other keys override: a folder with weights (a run, a "
                 f"checkpoint, a Hugging Face folder), or one of {', '.join(PRESETS)}.")
     for kinds in (FILTERS, SINKS, HOOKS):
-        if key.startswith(kinds.setting):  # only now is code of the user's own needed, and imported
+        if config and key.startswith(kinds.setting):  # only now is code of the user's own needed, and imported
             section, _, name = kinds.setting.partition(".")
             config = changed(config, {kinds.setting: kinds.made(getattr(config.part(section), name))})
     entries = dict(_entries(Config, config, ""))

@@ -363,8 +363,8 @@ class TrainConfig(Section):
     """Steps between two sets of sample texts; null: none. The last step writes one too."""
     sample_tokens: PositiveInt = execution(64)
     """Length of a sample text in tokens."""
-    prompts: list[str] = execution(["def main():", "import os\n", "class "])
-    """Prompts of the sample texts."""
+    prompts: list[str] | None = execution(None)
+    """Prompts of the sample texts; null: the first words of some validation documents."""
     checkpoint: CheckpointConfig = nested(execution)
     """When to save, and what to keep."""
     profile: ProfileConfig = nested(execution)

@@ -77,8 +77,8 @@ class EvaluateConfig(Section):
     bootstrap_iters: NonNegativeInt = 100_000
     """Bootstrap resamples for the standard errors of metrics without a formula (f1, perplexity, bleu ...). Accuracies
     need none. lm-evaluation-harness has the same setting and default. 0: no standard errors at all."""
-    prompts: list[str] = ["def main():\n", "import os\n", "class Node:\n    def __init__(self"]
-    """Prompts to continue. The default is for Python code: give beginnings of your own texts, as in train.prompts."""
+    prompts: list[str] | None = None
+    """Prompts to continue; null: the first words of some validation documents."""
     prompt_tokens: PositiveInt = 96
     """Length of a continuation in tokens."""
     temperature: NonNegativeFloat = 0.8

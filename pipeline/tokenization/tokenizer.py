@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ _NAMED = (BOS, EOS, "<|reserved_special_token_0|>", "<|reserved_special_token_1|
 SPECIAL_TOKENS = (*_NAMED, *(f"<|reserved_special_token_{number}|>" for number in range(2, 246)))
 """Llama 3's 256 special tokens in their order (names of Llama 3.1): most are free for later fine-tuning."""
 
+PROMPT_IDS = 200
+"""Ids of a document whose first words become a prompt."""
 AT_ONCE = 8
 """Texts whose tokens are in memory as objects of the library, which take 150 times the bytes of the text."""
 NAME = "fastokens"
@@ -136,6 +138,12 @@ class Tokenizer:
         kept = (known < self.used) & ~np.isin(known, [*self.special_ids])
         text: str = self.backend.decode(known[kept].tolist())
         return text
+
+    def beginnings(self, sources: Collection[Sequence[NDArray[Any]]]) -> list[str]:
+        """The first words of the first documents of each source, as prompts. sources: the ids of their documents."""
+        each = max(1, 3 // max(1, len(sources)))
+        return [" ".join(self.decode(ids[:PROMPT_IDS]).split()[:4])[:40]
+                for documents in sources for ids in islice(documents, each)]
 
     def surrounded(self, ids: list[int]) -> list[list[int]]:
         """The ids of a text with BOS before them or not, and with EOS after them or not."""

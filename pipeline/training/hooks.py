@@ -186,7 +186,9 @@ class Scores(Hook):
     def look(self, loop: Loop) -> Mapping[str, object]:
         """Pause until the step's checkpoint was scored, if nobody else scores it. The time counts as validation."""
         step = loop.progress.step
-        if step % self.every or not loop.ranks.by_leader(lambda: self._is_left_to_us(loop)):
+        if step % self.every or (step == loop.config.train.steps and not loop.config.convert.average):
+            return {}  # the stage evaluate measures these weights
+        if not loop.ranks.by_leader(lambda: self._is_left_to_us(loop)):
             return {}
         import torch
 

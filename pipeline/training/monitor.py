@@ -91,7 +91,9 @@ class Samples(Hook):
         train = loop.config.train
         self.tokenizer = load_tokenizer(loop.work.input("tokenizer")[0])
         room = loop.config.model.context_length - train.sample_tokens
-        return [(text, [self.tokenizer.bos_id, *self.tokenizer.encode(text)][:room]) for text in train.prompts]
+        prompts = self.tokenizer.beginnings([text.documents for text in validation_texts(loop).values()]) if (
+            train.prompts is None) else train.prompts
+        return [(text, [self.tokenizer.bos_id, *self.tokenizer.encode(text)][:room]) for text in prompts]
 
     def look(self, loop: Loop) -> Mapping[str, object]:
         """Sample texts. No token ends a text early, so that every rank does the same number of passes."""

@@ -32,6 +32,10 @@ from drover.pipeline.training.engine import Engine, StepResult
 from drover.pipeline.training.guards import json_number
 from drover.pipeline.training.sinks import TrainingLog, open_log
 
+LEGEND = ("each line: loss, nats per token, falls as the model learns; ETA, time left; tok/s, tokens per second; "
+          "grad, norm of the gradient; lr, learning rate")
+"""Of the lines of steps."""
+
 
 def summary_lines(config: Config, model: ModelConfig, batches: StepBatches, precision: str) -> list[str]:
     """The model, its layout, and the batch. precision: the chosen one, and why."""
@@ -115,6 +119,7 @@ class Recorder:
                    startup_s=round(time.monotonic() - self.work.began, 3), train_s=train_s(progress), **details)
         self.flush()
         if self.ranks.is_rank_zero:
+            self.work.say(LEGEND)
             self._first_start = first_start(RunFacts(self.work.run.folder)) or self._first_start
         self._began = time.perf_counter()
         self.look_s = 0.0
