@@ -202,12 +202,10 @@ def work(options: argparse.Namespace) -> None:
     """Write the configuration, and print what it is based on."""
     refuse_low(options, "minutes", "params")
     target = options.to or Path(f"{_name(options.data)}.yaml")
-    if target.exists() and not target.is_file():
-        raise UserError(f"{target} is there already. Give another name with --to, or remove it.")
     corpus, machine = look(options.data), find_machine()
-    if target.is_file():
+    if target.exists():
         names = load_config(target, check=False).source_names
-        print(_remarks(corpus), _sources(corpus, names), sep="", end="", flush=True)
+        print(_remarks(corpus) + _sources(corpus, names), end="")
         raise UserError(f"{target} is there already, and is not changed. To train on {options.data} too, put the lines "
                         f"above at the end of `sources:` in its section `shard:`. A run of it that has begun needs "
                         f"another name (`name:`). For a configuration of its own, give another file with --to.")

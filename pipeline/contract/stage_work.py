@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ from drover.pipeline.contract.workers import (
     with_outputs,
 )
 from drover.pipeline.core.background import usable_cores
-from drover.pipeline.core.console import ProgressBar, duration, say
+from drover.pipeline.core.console import ProgressBar, duration, readable, say
 from drover.pipeline.core.errors import UserError, installed_version
 from drover.pipeline.core.files import (
     Outputs,
@@ -200,6 +201,7 @@ class Work:
             def claimed() -> Iterator[Task]:
                 return (task for task in tasks if task.name in remaining and claims.take(keys[task.name], void))
 
+            progress.begun = partial(_begun, self.folder)
             while True:
                 looked_at = time.monotonic()
                 made_before = self.made
@@ -314,6 +316,13 @@ class Work:
         """The identity of the finished stage: hashes of files take the place of the listing."""
         known = self._without_listing
         return {**known, "files": known["files"] | {record["name"]: record["sha256"] for record in files}}
+
+
+def _begun(folder: Path) -> str:
+    """How much the first tasks have written: one may take an hour."""
+    with suppress(OSError):  # they end meanwhile
+        return f"  {readable(sum(path.stat().st_size for path in folder.rglob('*.tmp')))} written"
+    return ""
 
 
 def processes(config: Config) -> int:

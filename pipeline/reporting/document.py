@@ -88,7 +88,7 @@ class Series:
 @dataclass(frozen=True)
 class Lines:
     """A chart of lines, those without a name last. unit: of its values. from_zero: they begin at 0. over: what x
-    counts; log_x: on a logarithmic axis; colour: of the first line that is not faint. A table has the values as
+    counts; log_x: on a logarithmic axis; colour: how many colours are left out. A table has the values as
     text."""
 
     title: str
@@ -98,7 +98,7 @@ class Lines:
     from_zero: bool = False
     over: str = "step"
     log_x: bool = False
-    colour: int = 1
+    colour: int = 0
 
     def __bool__(self) -> bool:
         return any(line.x for line in self.series)

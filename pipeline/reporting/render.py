@@ -108,7 +108,7 @@ def draw(chart: Lines) -> str:
                BOTTOM, TOP, 0.04)
     lines = [{"name": line.name, "points": [(across.at(x), up.at(y)) for x, y in curve],
               "band": [(across.at(x), up.at(y)) for x, y in band],
-              "colour": 0 if line.faint else 1 + (number - chart.series[0].faint + chart.colour - 1) % COLOURS,
+              "colour": 0 if line.faint else 1 + (number - chart.series[0].faint + chart.colour) % COLOURS,
               "dashes": DASHES[number // COLOURS % len(DASHES)], "dots": not line.faint and len(curve) <= MOST_DOTS}
              for number, (line, curve, band) in enumerate(zip(chart.series, curves, bands, strict=True))]
     x_ticks = ([(across.at(math.log10(tick)), compact(tick)) for tick in _log_ticks(across)] if chart.log_x else

@@ -79,25 +79,18 @@ def one_line(text: str) -> str:
 def labels_of(path: str) -> set[str]:
     """The labels of a fastText model, by its file, of which the weights are not read. UserError if it is none."""
     if not _is_complete(path):
-        raise _no_model(path, "it does not end as one does, so a part may be missing")
+        raise UserError(f"The file {path} is no fastText model with labels: it does not end as one does, so a part may "
+                        f"be missing. Give one that was trained with labels, such as lid.176.ftz for languages.")
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         _, count = _HEAD.unpack(data[:_HEAD.size])
         return {match[1].decode() for match in islice(re.finditer(LABEL.encode() + rb"([^\0]*)\0", data), count)}
-
-
-def _no_model(path: str, why: object) -> UserError:
-    return UserError(f"The file {path} is no fastText model with labels: {why}. Give one that was trained with labels, "
-                     f"such as lid.176.ftz for languages.")
 
 
 @lru_cache(maxsize=2)
 def loaded(path: str) -> Any:
     """A fastText model."""
     import fasttext
-    try:
-        return fasttext.load_model(path)
-    except (ValueError, RuntimeError, MemoryError) as error:
-        raise _no_model(path, error) from None
+    return fasttext.load_model(path)
 
 
 def _is_complete(path: str) -> bool:

@@ -65,7 +65,7 @@ def training(facts: Facts) -> Iterator[Block]:
         points = {source: facts.over(measure, f"validation_sample_bpb[{source}]") for source in _sources(facts)}
         yield Lines("Validation sample", "bits per byte", [
             Series(source, [*own], [*own.values()]) for source, own in points.items() if own],
-            over=over, colour=2)  # of sources, as next to the training loss
+            over=over, colour=1)  # of sources, as next to the training loss
     for title, name in CURVES.items():
         yield Lines(title, "", curve(facts.series(name, facts.updates)), from_zero=True)
     yield _steps(facts)
