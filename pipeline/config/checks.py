@@ -212,9 +212,10 @@ def _listed(config: Config) -> Iterator[str]:
         yield from _no_field(config, name, keep.by, f"shard.sources: {name} keeps documents by")
     for item in config.shard.filters:
         for source in config.shard.sources if item.kind == "site" else ():
-            if source.name in (item.sources or [source.name]) and "warc" not in {
+            judged: Any = item
+            if source.name in (judged.sources or [source.name]) and "warc" not in {
                     file_format(PurePath(path)) or "warc" for path in getattr(source, "paths", ())}:
-                yield from _no_field(config, source.name, item.field,
+                yield from _no_field(config, source.name, judged.field,
                                      f"shard.filters: {name_of(item)} judges {source.name} by")
         yield from _no_sources(f"shard.filters: the filter {name_of(item)}", getattr(item, "sources", None),
                                config.shard.source_names)
