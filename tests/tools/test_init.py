@@ -384,7 +384,7 @@ def test_a_file_of_a_word_is_a_corpus_too(tmp_path):
     'my notes' --params many -> above 0
     nowhere -> is no folder
     pictures -> photo.png: it is a PNG file
-    'my notes' --to pictures -> pictures cannot be read: Is a directory""", shlex.split))
+    'my notes' --to pictures -> pictures cannot be read: it is not a regular file""", shlex.split))
 def test_what_cannot_be_is_refused(notes, arguments, message, capsys):
     (notes.parent / "pictures").mkdir()
     (notes.parent / "pictures/photo.png").write_bytes((notes / "photo.png").read_bytes())
