@@ -155,7 +155,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def compare_data(options: argparse.Namespace) -> None:
-    """Compare what the stage shard of runs made, and write the page that is asked for. UserError for nothing to do."""
+    """Compare what the stage shard of runs made, and write the page of --page. UserError for nothing to do."""
     from drover.pipeline.reporting.comparison import ComparedRun, data_tables
     from drover.pipeline.reporting.document import block_lines
 

@@ -201,7 +201,7 @@ class Work:
             def claimed() -> Iterator[Task]:
                 return (task for task in tasks if task.name in remaining and claims.take(keys[task.name], void))
 
-            progress.begun = partial(_begun, self.folder)
+            progress.so_far = partial(_written_so_far, self.folder)
             while True:
                 looked_at = time.monotonic()
                 made_before = self.made
@@ -318,7 +318,7 @@ class Work:
         return {**known, "files": known["files"] | {record["name"]: record["sha256"] for record in files}}
 
 
-def _begun(folder: Path) -> str:
+def _written_so_far(folder: Path) -> str:
     """How much the first tasks have written: one may take an hour."""
     with suppress(OSError):  # they end meanwhile
         return f"  {readable(sum(path.stat().st_size for path in folder.rglob('*.tmp')))} written"

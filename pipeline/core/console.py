@@ -183,7 +183,7 @@ class ProgressBar(LiveLine):
     """`label: done/total unit  ETA  rate` as a live line; at the end in how much time, unless it is `transient`.
 
     Attributes:
-        begun: what is known of the first units before one is done, with two spaces before it.
+        so_far: what is known of the first units before one is done, with two spaces before it.
     """
 
     def __init__(self, stage: str, label: str, total: int, unit: str, file: IO[str] | None = None, *,
@@ -192,7 +192,7 @@ class ProgressBar(LiveLine):
         self.transient = transient
         self.label, self.total, self.unit = label, total, unit
         self.done, self.first = 0, 0
-        self.begun: Callable[[], str] = str
+        self.so_far: Callable[[], str] = str
 
     def __enter__(self) -> ProgressBar:
         self.start = time.monotonic()
@@ -225,7 +225,7 @@ class ProgressBar(LiveLine):
         rate = made / self._elapsed_s
         speed = f"{rate:.1f}/s" if rate >= 0.1 else f"{60 * rate:.2g}/min"
         pace = f"{duration(self.left_s)} to go  {speed}" if made else duration(self._elapsed_s)
-        pace += "" if self.done else self.begun()
+        pace += "" if self.done else self.so_far()
         return self.done / max(1, self.total), f"{self._counted}  {pace}"
 
     def already(self, count: int) -> None:

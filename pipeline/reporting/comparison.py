@@ -78,12 +78,12 @@ class ComparedRun:
         return sorted(record["sha256"] for record in made.outputs if record.get("split") == "validation")
 
     @cached_property
-    def fates(self) -> Counter[tuple[str, str]]:
+    def outcomes(self) -> Counter[tuple[str, str]]:
         """How many documents of each source became what, and its tokens; empty without text."""
         shard, encoded = self.run.manifest("shard"), self.run.manifest("encode")
         sources = shard.counts.get("sources", {}) if shard else {}
         tokens = encoded.counts.get("splits", {}).get("train", {}) if encoded else {}
-        return Counter({(source, fate): count for source, own in sources.items() for fate, count in {
+        return Counter({(source, outcome): count for source, own in sources.items() for outcome, count in {
             "came in": own["documents_in"], **{f"kept, {split}": own[split] for split in SPLITS},
             "kept, training tokens": tokens.get(source, {}).get("tokens", 0), "unreadable": own["rejected"],
             **{f"dropped, {reason}": count for reason, count in dropped_by_reason(own).items()}}.items()})
@@ -161,13 +161,13 @@ def notices(runs: Sequence[ComparedRun]) -> Iterator[Notice]:
 def data_tables(runs: Sequence[ComparedRun]) -> Iterator[Block]:
     """What became of the documents of each source, by reason, and its tokens; and the first documents that
     the filters of the last run dropped, and those of the first did not. Nothing unless each run has read text."""
-    fates = {run.name: run.fates for run in runs}
-    if not all(fates.values()):
+    outcomes = {run.name: run.outcomes for run in runs}
+    if not all(outcomes.values()):
         return
     yield Table("What became of the documents", {
-        "source": "{source}", "documents": "{fate}", **{name: f"{{{name}:,}}" for name in fates}}, [
-        {"source": key[0], "fate": key[1], **{name: own[key] for name, own in fates.items()}}
-        for key in sorted({*chain(*fates.values())}) if any(own[key] for own in fates.values())])
+        "source": "{source}", "documents": "{outcome}", **{name: f"{{{name}:,}}" for name in outcomes}}, [
+        {"source": key[0], "outcome": key[1], **{name: own[key] for name, own in outcomes.items()}}
+        for key in sorted({*chain(*outcomes.values())}) if any(own[key] for own in outcomes.values())])
     before, after = runs[0], runs[-1]
     known = {(line["source"], line["id"]) for line in before.dropped()}
     new = (line for line in after.dropped() if (line["source"], line["id"]) not in known)
