@@ -21,6 +21,8 @@ from drover.pipeline.core.files import write_text
 from drover.pipeline.training.hooks import Hook, HookSettings
 
 SWITCH = "DROVER_FAULTS"
+LATE = "DROVER_READS_LATE"
+"""If it is set, a step's result is read in the next one, as on a GPU."""
 HOOKS = ["tests.faulty:Faulty"]
 PLUGIN = {"plugins": [str(Path(__file__).resolve())], "train": {"hooks": ["faulty:Faulty"]}}
 """Settings for processes that do not find this package."""
@@ -81,13 +83,14 @@ class Faults(Hook):
             gone = " (it has happened before and will not again)" if self.is_over(fault) else ""
             self.say(f"WARNING: {SWITCH} is set: {fault} will be made to happen{gone}")
         self.scale = Scale(loop.engine)
-        step = loop.engine.step
+        loop.engine.queues |= LATE in os.environ
+        compute = loop.engine.compute
 
         def faulty(*given):
-            self.happen(loop.progress.step + 1)
-            return step(*given)
+            self.happen(loop.next_step[0])
+            compute(*given)
         if self.mine:
-            loop.engine.step = faulty
+            loop.engine.compute = faulty
 
     def on_step(self, loop, result, record):
         self.steps += 1

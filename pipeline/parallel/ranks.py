@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from drover.model.attention.backend import moved
 from drover.model.devices import automatic, exact, find_device, is_mps
 from drover.pipeline.contract.broadcast import Channel, await_ranks, is_local
 from drover.pipeline.core.errors import UserError
@@ -26,6 +27,24 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 """The variables by which torch configures its allocator for GPUs."""
 MOST_OPEN_FILES_ON_MACOS = 10_240
 """macOS may report an infinite hard limit, but accepts no more than this (OPEN_MAX)."""
+
+
+class Transfer:
+    """Numbers of a device on their way to the host. numbers: they themselves, on the device."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self.numbers = numbers
+        self._copy = numbers.to("cpu", non_blocking=True)  # from a GPU into pinned memory
+        self._copied = torch.cuda.Event() if numbers.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def read(self) -> list[float]:
+        """The numbers. Waits until the device has computed them, and for nothing that was queued later."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        result: list[float] = self._copy.tolist()
+        return result
 
 
 @dataclass(frozen=True)
@@ -62,9 +81,13 @@ class Ranks:
 
     def sum(self, *values: float) -> list[float]:
         """Sums over all ranks, in float64."""
-        total = torch.tensor(values, dtype=torch.float64, device=self.exact)
+        return self.sums(*values).read()
+
+    def sums(self, *values: float) -> Transfer:
+        """`sum`, without waiting for it."""
+        total = moved(torch.tensor(values, dtype=torch.float64), self.exact)
         dist.all_reduce(total)
-        return total.tolist()
+        return Transfer(total)
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, in rank order, on every rank. What values may be: `messages`."""

@@ -19,16 +19,14 @@ if TYPE_CHECKING:
 
     from drover.pipeline.rehearsal.watch import Collective, Traffic
 
-RESULT = "pipeline/training/engine.py"
-"""The file whose function `step` reads the loss, the norm and whether the update was applied, in one transfer."""
-
 
 @dataclass
 class Rehearsal:
     """One step of one rank.
 
     Attributes:
-        waits: places where the host waits for the device before the step's result, and how often in the rehearsed part.
+        waits: places where the host waits for the device, and how often in the rehearsed part. The step's result is not
+            read: training reads it in the next step.
         notes: differences between the rehearsal and the real run.
     """
 
@@ -89,7 +87,7 @@ def page_of(config: Config, rehearsals: Sequence[Rehearsal]) -> list[RenderableT
     page += ["each with calls and bytes: what a rank sends or receives, whichever is more", ""]
     waits = {place: calls for one in rehearsals for place, calls in one.waits.items()}
     shown = "; ".join(f"{place}: {calls}" for place, calls in waits.items())
-    return [*page, f"waits      {shown or 'none: the host reads nothing but the result of the step'}",
+    return [*page, f"waits      {shown or 'none: the host reads nothing but the result of the step before'}",
             *(f"note       {text}" for text in dict.fromkeys(note for one in rehearsals for note in one.notes)),
             "note       CUDA's context, NCCL's buffers, kernels' workspaces and fragmentation come on top"]
 

@@ -36,7 +36,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.parallel.grid import Grid, own
 from drover.pipeline.parallel.ranks import Ranks
-from drover.pipeline.rehearsal.report import RESULT, Rehearsal, layers_of
+from drover.pipeline.rehearsal.report import Rehearsal, layers_of
 from drover.pipeline.rehearsal.watch import Traffic, Watch
 from drover.pipeline.training import muon
 from drover.pipeline.training.device import DTYPES, choose_precision
@@ -209,7 +209,9 @@ def take_step(config: Config, shape: ModelConfig, ranks: Ranks, all_micro_batche
     with ranks.memory(), watch:
         _name_state(engine, watch)
         engine.before_update = lambda: _name_gradients(engine, watch)
-        engine.step(_batches(plan, grid, count, watch, sections), count, plan.tokens, config.train.lr, StepLimits())
+        engine.compute(_batches(plan, grid, count, watch, sections), count,
+                       torch.tensor(plan.tokens, dtype=torch.float64))
+        engine.update(config.train.lr, StepLimits())
         _name_state(engine, watch)
     traffic = Traffic()
     for number, section in enumerate(sections):
@@ -217,10 +219,8 @@ def take_step(config: Config, shape: ModelConfig, ranks: Ranks, all_micro_batche
     notes = [] if every_micro_batch else [
         f"of {plan.accumulation} micro-batches the first, the second and the last were computed; "
         f"those between count as the second"]
-    waits = {place: calls for place, calls in watch.waits.items()
-             if not (place.startswith(RESULT) and place.endswith("(step)"))}
     return Rehearsal(ranks.rank, ranks.world, layers_of(shape, config.parallel, grid.pipeline_rank),
-                     watch.memory.peak(), traffic, waits, notes)
+                     watch.memory.peak(), traffic, dict(watch.waits), notes)
 
 
 def _batches(plan: BatchPlan, grid: Grid, count: int, watch: Watch, sections: list[Traffic]) -> Iterator[Batch]:

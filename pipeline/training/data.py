@@ -218,7 +218,7 @@ class TokenCheck(Hook):
     def votes(self, loop: Loop) -> Sequence[float]:
         """Compare the shards that the next step is the first to read. Returns whether this rank found a damaged one."""
         if self._unread.any():
-            samples = loop.guards.excluded.numbers(loop.progress.samples, 0, loop.batch.sequences)
+            samples = loop.guards.excluded.numbers(loop.next_step[1], 0, loop.batch.sequences)
             self._compare(loop.data.shard_rows(samples))
         return [bool(self._check.problem)]
 

@@ -2,7 +2,8 @@
 on FSDP2, and that for pipeline parallelism; zero.py has DeepSpeed's.
 
 Every engine computes the same: exact sums over uneven target counts, one global norm, one clip, and one update, which
-the optimizer makes only if loss and norm are within the step's limits.
+the optimizer makes only if loss and norm are within the step's limits. The device decides that, so the host need not
+wait for a step before it queues the next one.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from drover.pipeline.formats.sharded_tensors import CheckpointReader, Pieces, Te
 from drover.pipeline.parallel.blocks import OWN
 from drover.pipeline.parallel.grid import Grid, own
 from drover.pipeline.parallel.pipeline_parallel import PipelinedModel, make_schedule, parameter_names
+from drover.pipeline.parallel.ranks import Transfer
 from drover.pipeline.training.guards import StepLimits
 from drover.pipeline.training.optimizers import Optimizer
 
@@ -66,7 +68,8 @@ class Engine(ABC):
 
     Attributes:
         model: call it on every rank alike, as one calls a Llama.
-        updates: optimizer updates that were applied, which is the optimizer's own count of steps.
+        updates: optimizer updates that were applied and read, which is the optimizer's own count of steps.
+        queues: whether the device works through a queue, so that the host gains by reading a step's result late.
         across_documents: whether attention is plain causal attention, without a mask between documents.
         attention: what computes attention inside documents, and why not something better.
         flash: which flash kernels are used on GPUs (pipeline/parallel/blocks.py).
@@ -77,6 +80,7 @@ class Engine(ABC):
     model: Any
     optimizer: Optimizer
     updates: int = 0
+    queues: bool = False
     across_documents: bool = False
     attention: Choice = Choice(PLAIN)
     flash: str = OWN
@@ -84,19 +88,36 @@ class Engine(ABC):
     proven: bool = False
     _attending: int = 0
 
-    @abstractmethod
     def step(self, micro_batches: Iterator[Batch], count: int, targets: int, lr: float,
              limits: StepLimits) -> StepResult:
-        """Forward and backward over `count` micro-batches, then one update.
+        """`compute`, `update` and `result` of one step."""
+        self.compute(micro_batches, count, torch.tensor(targets, dtype=torch.float64))
+        self.update(lr, limits)
+        return self.result()
+
+    @abstractmethod
+    def compute(self, micro_batches: Iterator[Batch], count: int, targets: Tensor) -> None:
+        """Forward and backward over `count` micro-batches.
 
         Args:
             micro_batches: this rank's part of the global batch.
             count: how many there are.
-            targets: target tokens of the *global* batch, over all ranks and micro-batches. Every token loss is
-                divided by it, so that accumulation is exact however unevenly the targets fall.
-            lr: learning rate of this update.
+            targets: target tokens of the *global* batch, over all ranks and micro-batches, as a float64 scalar. Every
+                token loss is divided by it, so that accumulation is exact however unevenly the targets fall.
+        """
+
+    @abstractmethod
+    def update(self, lr: float, limits: StepLimits) -> None:
+        """One update by the gradients of `compute`.
+
+        Args:
+            lr: its learning rate.
             limits: beyond them, or for a loss or norm that is NaN, the update is left out.
         """
+
+    @abstractmethod
+    def result(self) -> StepResult:
+        """The result of the last update, to be read once, before the next update. Waits for the device."""
 
     @abstractmethod
     def gradients(self) -> Pieces:
@@ -211,6 +232,7 @@ class FsdpEngine(Engine):
         self.sharded = isinstance(model, FSDPModule)  # a single process may need nothing of FSDP2
         self.optimizer = optimizer
         self.grid = grid
+        self.queues = grid.ranks.device.type == "cuda"
         self.clip_norm = config.train.clip_norm
         self.keep_weights = config.parallel.reshard == "never"
         self.reduce_last = config.parallel.reduce == "last"
@@ -218,13 +240,15 @@ class FsdpEngine(Engine):
         self.weights = dict(model.named_parameters())
         self.parts = {name: grid.part(weight) for name, weight in self.weights.items()}
 
-    def step(self, micro_batches: Iterator[Batch], count: int, targets: int, lr: float,
-             limits: StepLimits) -> StepResult:
+    def compute(self, micro_batches: Iterator[Batch], count: int, targets: Tensor) -> None:
         """See Engine."""
         self.model.train()
         total = self.accumulate(micro_batches, count, targets)
-        sums = self._sum(torch.stack([total / targets, self._squared_norm()]))
-        loss, norm = sums[0], sums[1].sqrt()
+        self.sums = self._sum(torch.stack([total / targets, self._squared_norm()]))
+
+    def update(self, lr: float, limits: StepLimits) -> None:
+        """See Engine."""
+        loss, norm = self.sums[0], self.sums[1].sqrt()
         # The device decides, so the host does not wait, and the optimizer skips the update by itself.
         applied = limits.allow(loss, norm)
         if not self.proven:
@@ -232,12 +256,15 @@ class FsdpEngine(Engine):
         self.before_update()
         self.optimizer.step(lr, (norm / self.clip_norm).clamp(min=1.0), applied)
         self.model.zero_grad(set_to_none=True)
-        values = torch.stack([loss, norm, applied.double()]).tolist()  # one transfer
-        result = StepResult(values[0], values[1], bool(values[2]))
-        self.updates += result.applied
-        return result
+        self.transfer = Transfer(torch.stack([loss, norm, applied.double()]))
 
-    def accumulate(self, micro_batches: Iterator[Batch], count: int, targets: int) -> Tensor:
+    def result(self) -> StepResult:
+        """See Engine."""
+        loss, norm, applied = self.transfer.read()
+        self.updates += bool(applied)
+        return StepResult(loss, norm, bool(applied))
+
+    def accumulate(self, micro_batches: Iterator[Batch], count: int, targets: Tensor) -> Tensor:
         """Forward and backward over all micro-batches; this rank's sum of nats, float64."""
         device = self.grid.ranks.device
         exact = self.grid.ranks.exact
@@ -250,7 +277,7 @@ class FsdpEngine(Engine):
                 self.model.set_requires_gradient_sync(last or not self.reduce_last)
                 self.model.set_requires_all_reduce(last)  # all-reduce replicas once a step, not once a micro-batch
             loss = self.loss(self.model, batch.to(device))
-            (loss / targets).backward()
+            (loss / targets.to(loss.dtype)).backward()
             total += loss.detach().to(exact)
         return total
 
@@ -302,6 +329,7 @@ class FsdpEngine(Engine):
         """See Engine."""
         super().load(reader, updates)
         self.optimizer.resume(updates)
+        self.model.zero_grad(set_to_none=True)  # a rollback may come between `compute` and `update`
         for name, kind, tensor in self._state():
             tensor.copy_(reader.read(f"{kind}.{name}", self.parts[name].offset, self.parts[name].size))
 
@@ -328,7 +356,6 @@ class PipelineEngine(FsdpEngine):
         super().__init__(model, optimizer, grid, config)
         self.schedule: Any = None
         self.count = 0
-        self.targets = 0
         self.shape = (0, 0)
         self.losses: list[Tensor] = []
         if model.config.tied_embeddings and TIED in self.parts:  # the last stage's is a replica
@@ -336,7 +363,7 @@ class PipelineEngine(FsdpEngine):
             last = grid.pipeline_rank == grid.pipeline - 1
             self.parts[TIED] = dataclasses.replace(part, copy=part.copy + part.copies * last, copies=2 * part.copies)
 
-    def accumulate(self, micro_batches: Iterator[Batch], count: int, targets: int) -> Tensor:
+    def accumulate(self, micro_batches: Iterator[Batch], count: int, targets: Tensor) -> Tensor:
         """See FsdpEngine. The tokens of all micro-batches of the step are in memory."""
         device = self.grid.ranks.device
         batches = [batch.to(device) for batch in micro_batches]
@@ -365,7 +392,7 @@ class PipelineEngine(FsdpEngine):
     def _share(self, loss: Tensor, number: Tensor) -> Tensor:
         """A micro-batch's part of the step's mean loss, for the backward pass. Called on ranks of the last stage."""
         self.losses.append(loss.detach())
-        return loss / self.targets
+        return loss / self.targets.to(loss.dtype)
 
     def _meet_ends(self) -> None:
         """Sum the two gradients of a tied embedding: the first stage's as embedding, and the last stage's as output.

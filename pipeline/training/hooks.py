@@ -2,9 +2,10 @@
 
 `train.hooks` adds your own hooks. docs/extending.md shows a guard in one file that stops on a rising gradient norm.
 
-Every method is called on all ranks alike, in the order of `Loop.hooks`, unless it says otherwise. An error that it
-raises stops training. It must be raised on all ranks alike, so decide by values that are the same on all ranks, such as
-`StepResult` or the sums of `votes`.
+Every method is called on all ranks alike, in the order of `Loop.hooks`, unless it says otherwise. On GPUs `on_step`,
+`look` and `after_step` of a step often come between the backward passes of the next one and its update; weights and
+states are then still those that the step left. An error that a method raises stops training. It must be raised on all
+ranks alike, so decide by values that are the same on all ranks, such as `StepResult` or the sums of `votes`.
 
 Four are here: when to save, when to stop, when to collect garbage, and which checkpoints wait for their scores.
 """
@@ -51,12 +52,12 @@ class Hook:
         """The first step of this start comes next. A later rollback sets `loop.progress` back."""
 
     def votes(self, loop: Loop) -> Sequence[float]:
-        """Numbers that are summed over all ranks before each step, always the same count. All hooks share one
-        all-reduce."""
+        """Numbers that are summed over all ranks before each step, `loop.next_step`, always the same count. All hooks
+        share one all-reduce."""
         return ()
 
     def on_votes(self, loop: Loop, sums: Sequence[float]) -> None:
-        """The sums of `votes`, the same on every rank."""
+        """The sums of `votes`, the same on every rank; known before the step's update."""
 
     def before_update(self, loop: Loop) -> None:
         """The backward passes of the next step are done, and its gradients are reduced (`Engine.gradients`, `held`).

@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -18,8 +18,7 @@ from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.state import write_state
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record
-from drover.pipeline.data.sampling.batch import Batch
-from drover.pipeline.parallel.ranks import stop_ranks
+from drover.pipeline.parallel.ranks import Transfer, stop_ranks
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, TrainingProgress, read_marker
 from drover.pipeline.records.goodput import run_s
 from drover.pipeline.records.hangs import PLACES
@@ -55,9 +54,31 @@ class StartFacts:
     rehearsal: str
 
 
+@dataclasses.dataclass(frozen=True)
+class PendingStep:
+    """A step that is queued, and whose result the host does not know yet.
+
+    Attributes:
+        number: counted from 1. end: of its samples. rate: its learning rate.
+        sums: over all ranks, of the batch's target tokens and padding and of the hooks' votes, `votes` of each hook.
+        waited_s: seconds that it waited for its batch.
+    """
+
+    number: int
+    end: int
+    rate: float
+    sums: Transfer
+    votes: list[int]
+    waited_s: float
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Loop:
     """One start of training, from the newest valid checkpoint to the end or to a request to stop.
+
+    The host reads what a step computed only when the next one's forward and backward passes are queued, so that a GPU
+    always has work. All that a step entails (judging, its line, hooks) then comes between these passes and their
+    update, with the weights that the step left. Before a pause (a checkpoint, a validation, the end) it reads at once.
 
     Attributes:
         batches: this rank's batches, step by step, with the ranks (`grid`) and the phases (`plan`).
@@ -65,10 +86,10 @@ class Loop:
         token_check: None if the configuration turns it off.
         hooks: all hooks, in the order in which they are called. own_hooks: those of train.hooks, by name.
         progress: steps, samples and tokens done so far.
+        updated: the step that was updated and not read yet.
         has_checkpoint: whether there is one, written or begun.
         save_requested: whether a hook requested a checkpoint after the current step.
         done: steps of this start.
-        current: this rank's batch of the current or last step, and the target tokens of the global batch.
     """
 
     work: Work
@@ -95,6 +116,7 @@ class Loop:
         self.own_hooks = dict[str, Hook]()
         self.has_checkpoint = self.progress.step > 0
         self.save_requested = False
+        self.updated: PendingStep | None = None
         self.done = 0
         self.engine.before_update = self._before_update
 
@@ -110,22 +132,11 @@ class Loop:
     def _train(self) -> None:
         self._start()
         while self.unfinished:
-            batch = self.batches.next()
-            targets, padding = self._agree(batch)
-            result = self._update(batch, targets)
-            decision = self.guards.judge_step(self.progress.step + 1, result, self.progress, self.has_checkpoint,
-                                             self.recorder.event)
-            if decision.event == "rollback":
-                self._roll_back(decision)
+            step = self._begin_step()
+            if self.updated is not None and not self._complete(self.updated):
                 continue
-            self._advance(result, decision, padding)
-            if self._checkpoint_is_due():
-                self._save()
-            self._log_step()
-            for hook in self.hooks:
-                hook.after_step(self)
-            self._end_step()
-            if self.stop.stop is not None and self.unfinished:
+            self._update(step)
+            if self._pauses_after(step.number) and self._complete(step) and self.stop.stop and self.unfinished:
                 return self._leave(self.stop.stop)
         self._finish()
 
@@ -133,6 +144,12 @@ class Loop:
     def unfinished(self) -> bool:
         """Whether steps remain."""
         return self.progress.step < self.config.train.steps
+
+    @property
+    def next_step(self) -> tuple[int, int]:
+        """The number of the step that begins next, and the number of samples before it."""
+        last = self.updated
+        return (self.progress.step + 1, self.progress.samples) if last is None else (last.number + 1, last.end)
 
     def due(self, every: int | None, step: int | None = None) -> bool:
         """Whether an action with an interval of `every` steps is due after the last step, or after `step`. It is always
@@ -154,46 +171,81 @@ class Loop:
             hook.on_start(self)
         self.step_began = time.perf_counter()
 
-    def _agree(self, batch: Batch) -> tuple[int, int]:
-        """All-reduce the hooks' votes, so that all ranks save, leave or fail after the same step, and the target tokens
-        and padding of the batch. Returns the two of the global batch."""
-        self.save_requested = False
+    def _begin_step(self) -> PendingStep:
+        """Queue an all-reduce of the hooks' votes, so that all ranks save, leave or fail after the same step, and the
+        forward and backward passes."""
+        batch = self.batches.next()
         votes = [hook.votes(self) for hook in self.hooks]
         counted = (batch.targets, sum(batch.padding)) if self.grid.speaks else (0, 0)
-        sums = iter(self.ranks.sum(*counted, *itertools.chain(*votes)))
-        targets, padding = int(next(sums)), int(next(sums))
-        for hook, mine in zip(self.hooks, votes, strict=True):
-            if mine:
-                hook.on_votes(self, list(itertools.islice(sums, len(mine))))
-        return targets, padding
+        number, samples = self.next_step
+        step = PendingStep(number, self.guards.excluded.take(samples, self.batch.sequences).end,
+                         planned_rate(number - 1, self.plan), self.ranks.sums(*counted, *itertools.chain(*votes)),
+                         list(map(len, votes)), self.batches.waited_s)
+        if not self.engine.queues:
+            step.sums.read()  # waits until all ranks have their batch
+            self.watchdog.step_begins()
+        with self._memory_explained(number):
+            self.engine.compute(batch.split(self.batch.micro_batch), self.batch.accumulation, step.sums.numbers[0])
+        return step
 
-    def _update(self, batch: Batch, targets: int) -> StepResult:
-        """Forward and backward passes and the update. Raises as `memory_explained` does."""
-        step = self.progress.step + 1
-        self.current, self.rate = (batch, targets), planned_rate(step - 1, self.plan)
-        self.watchdog.step_begins()
-        with memory_explained(self.engine, self.ranks, step, self.facts.rehearsal, first=not self.done):
-            result = self.engine.step(batch.split(self.batch.micro_batch), self.batch.accumulation, targets, self.rate,
-                                      self.guards.limits())
-        self.watchdog.pulse()  # judging may read documents from a store
-        return result
+    def _update(self, step: PendingStep) -> None:
+        """Give the hooks the sums of all ranks' votes, and queue the update."""
+        self.save_requested = False
+        sums = iter(step.sums.read()[2:])
+        for hook, votes in zip(self.hooks, step.votes, strict=True):
+            if votes:
+                hook.on_votes(self, list(itertools.islice(sums, votes)))
+        with self._memory_explained(step.number):
+            self.engine.update(step.rate, self.guards.limits())
+        self.updated = step
+
+    def _memory_explained(self, number: int) -> AbstractContextManager[None]:
+        """For the passes and the update of step `number`."""
+        return memory_explained(self.engine, self.ranks, number, self.facts.rehearsal,
+                                first=not self.done and self.updated is None)
 
     def _before_update(self) -> None:
         for hook in self.hooks:
             hook.before_update(self)
 
-    def _advance(self, result: StepResult, decision: GuardDecision, padding: int) -> None:
+    def _pauses_after(self, number: int) -> bool:
+        """Whether the step's result is read before the next step begins."""
+        train = self.config.train
+        return (not self.engine.queues or self._checkpoint_is_due(number) or number == self.phase.end_step
+                or self.due(train.validation_every, number) or self.due(train.sample_every, number))
+
+    def _complete(self, step: PendingStep) -> bool:
+        """Read and judge the result of the updated step, log it, and save if that is due. Returns whether training
+        continues from it; False: it went back to a checkpoint."""
+        self.updated = None
+        self.watchdog.step_begins()  # for its update, all ranks had their batch
+        result = self.engine.result()
+        self.watchdog.pulse()  # judging may read documents from a store
+        decision = self.guards.judge_step(step.number, result, self.progress, self.has_checkpoint, self.recorder.event)
+        if decision.event == "rollback":
+            self._roll_back(decision)
+            return False
+        self._advance(step, result, decision)
+        if self._checkpoint_is_due(step.number):
+            self._save()
+        self._log_step()
+        for hook in self.hooks:
+            hook.after_step(self)
+        self._end_step()
+        return True
+
+    def _advance(self, step: PendingStep, result: StepResult, decision: GuardDecision) -> None:
         """Update the progress with the step and its record. `_log_step` writes the record later."""
         before = self.progress
         step_s = time.perf_counter() - self.step_began
-        end = self.guards.excluded.take(before.samples, self.batch.sequences).end
-        after = dataclasses.replace(before, step=before.step + 1, samples=end, targets=before.targets + self.current[1],
+        targets, padding = map(int, step.sums.read()[:2])
+        after = dataclasses.replace(before, step=step.number, samples=step.end, targets=before.targets + targets,
                                     tokens=before.tokens + self.batch.tokens - padding,
-                                    updates=self.engine.updates, plan_sha256=self.data.order.plan_at(end))
-        record = self.recorder.step(before, after, result, step_s, self.batches.waited_s, self.rate)
+                                    updates=self.engine.updates, plan_sha256=self.data.order.plan_at(step.end))
+        record = self.recorder.step(before, after, result, step_s, step.waited_s, step.rate)
         if self.data.packings:
             record["padding_share"] = round(padding / self.batch.tokens, 6)
-        record |= self.guards.step_fields(decision, before.samples, end)
+        record |= self.guards.step_fields(decision, before.samples, step.end)
         record |= {"phase": self.phase.number + 1} if self.plan.declared else {}
         for hook in self.hooks:
             hook.on_step(self, result, record)
@@ -201,12 +253,11 @@ class Loop:
         self.done += 1
         self.watchdog.finished(after.step, step_s)
 
-    def _checkpoint_is_due(self) -> bool:
-        """Whether to save now: every so many steps or minutes, before leaving, at the end, and at the steps of
-        `convert.average`."""
-        due = self.due(self.config.train.checkpoint.every_steps or self.config.train.steps)
-        return (due or self.progress.step in self.config.convert.average or self.save_requested
-                or self.stop.stop is not None)
+    def _checkpoint_is_due(self, step: int) -> bool:
+        """Whether to save after this step: every so many steps or minutes, before leaving, at the end, and at the steps
+        of `convert.average`."""
+        due = self.due(self.config.train.checkpoint.every_steps or self.config.train.steps, step)
+        return due or step in self.config.convert.average or self.save_requested or self.stop.stop is not None
 
     def _save(self) -> None:
         """Start to save a checkpoint."""

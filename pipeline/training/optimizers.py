@@ -92,8 +92,8 @@ class Optimizer(ABC):
             clip: float64 scalar on the device, 1 or more. Divide the gradients by it first. They may be changed in
                 place; the engine drops them.
             applied: bool scalar on the device, the same on every rank. If it is false, weights and state must stay
-                equal to the last bit, although gradients may be NaN. Reading its value on the host waits for all queued
-                work of the device.
+                equal to the last bit, although gradients may be NaN. Reading its value on the host would wait for all
+                queued work of the device, in every step.
         """
 
     @abstractmethod
@@ -255,6 +255,9 @@ COUNT = "step"
 
 class Wrapped(Optimizer):
     """Weights that `inner` updates, with states that start as zeros.
+
+    Whether an update is applied is read on the host, which waits for the device: torch's optimizers in general have no
+    way to leave an update out.
 
     Each group's learning rate is the schedule's times its `lr_factor`. Without one, the factor is the ratio of the
     group's initial `lr` to `lr`. SGD's momentum starts as zeros too, while torch starts it as the first gradient: with

@@ -82,30 +82,36 @@ class ZeroEngine(Engine):
         if initial is not None:
             self._fill(["model"], lambda _, name, offset, size: initial(name, self.shapes[name], offset, size))
 
-    def step(self, micro_batches: Iterator[Batch], count: int, targets: int, lr: float,
-             limits: StepLimits) -> StepResult:
-        """See Engine."""
+    def compute(self, micro_batches: Iterator[Batch], count: int, targets: Tensor) -> None:
+        """See Engine. Waits for the device, as does `update`: DeepSpeed decides on the host."""
         self.zero.train()
-        self.optimizer.set_lr(lr)
+        divisor = float(targets)
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        mean = 0.0
         for index, batch in enumerate(micro_batches):
             loss = self.loss(self.zero, batch.to(self.ranks.device))
             total += loss.detach()
             # DeepSpeed averages gradients over ranks, and would average over micro-batches; here both are sums.
-            self.zero.backward(loss * (self.ranks.world / targets), scale_wrt_gas=False)
-            if index == count - 1:
-                mean, = self.ranks.sum(float(total) / targets)
-                # The norm is known only inside `step`, where the optimizer compares it with the limits.
-                self.allowed = partial(limits.allow, mean)
-                if not self.proven:
-                    self.prove_gradients(mean, self.ranks.device)
-                self.before_update()
-            self.zero.step()
+            self.zero.backward(loss * (self.ranks.world / divisor), scale_wrt_gas=False)
+            if index < count - 1:
+                self.zero.step()
+        self.mean, = self.ranks.sum(float(total) / divisor)
+
+    def update(self, lr: float, limits: StepLimits) -> None:
+        """See Engine."""
+        self.optimizer.set_lr(lr)
+        # The norm is known only inside `step`, where the optimizer compares it with the limits.
+        self.allowed = partial(limits.allow, self.mean)
+        if not self.proven:
+            self.prove_gradients(self.mean, self.ranks.device)
+        self.before_update()
+        self.zero.step()
+
+    def result(self) -> StepResult:
+        """See Engine."""
         norm = self._norm()
         applied = self.allowed(norm)
         self.updates += applied
-        return StepResult(mean, norm, applied)
+        return StepResult(self.mean, norm, applied)
 
     def _norm(self) -> float:
         """The global norm of the gradients before clipping; if it is NaN, DeepSpeed returns inf or -1."""

@@ -134,7 +134,7 @@ def test_what_makes_a_step_slow_is_named_and_a_plain_step_waits_for_nothing(plai
     draw(*page_of(config, [result]), *page_of(CONFIG, [plain]))
     shown = capsys.readouterr().out
     assert place in shown and not plain.waits
-    assert "none: the host reads nothing but the result of the step" in shown
+    assert "none: the host reads nothing but the result of the step before" in shown
 
 
 @pytest.mark.parametrize("settings, ranks, rank, text", [

@@ -191,6 +191,6 @@ def run_train(config, *overrides, **options):
     return run_stage("train", config, *overrides, **options)
 
 
-def run_with_faults(config, faults, *overrides, ranks=1, expect=0):
+def run_with_faults(config, faults, *overrides, **options):
     """A run of the stage to its end, with faults on purpose (tests/faulty.py)."""
-    return run_train(config, *overrides, f"train.hooks={HOOKS}", ranks=ranks, expect=expect, DROVER_FAULTS=faults)
+    return run_train(config, *overrides, f"train.hooks={HOOKS}", DROVER_FAULTS=faults, **options)

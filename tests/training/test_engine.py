@@ -11,6 +11,7 @@ from drover.pipeline.core.console import readable
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.batch import pack
 from drover.pipeline.parallel import fsdp
+from drover.pipeline.rehearsal.watch import Watch
 from drover.pipeline.training.device import memory_explained
 from drover.pipeline.training.engine import Engine, without_gradient
 from drover.pipeline.training.guards import StepLimits
@@ -40,6 +41,22 @@ def test_alone_it_is_the_same_with_fsdp2_and_without(ranks, monkeypatch, precisi
     for name, piece in pieces.items():
         assert (piece.offset, piece.shape) == (golden[name].offset, golden[name].shape)
         assert torch.equal(piece.tensor, golden[name].tensor), name
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_queues_its_work_without_reading_from_the_device(ranks, monkeypatch, optimizer):
+    """Whatever the device decides: the host learns it from the result."""
+    engine = engine_of(ranks, torch.float32, optimizer=optimizer)
+    engine.proven = True  # the first step of a start reads gradients
+    for limits in (StepLimits(), StepLimits(loss=0.0)):
+        parts, targets = list(batch_of().split(2)), torch.tensor(120.0, dtype=torch.float64)
+        with Watch((64, 32)) as watch, monkeypatch.context() as patch:
+            for name in ("tolist", "cpu", "numpy"):
+                patch.setattr(torch.Tensor, name, lambda *_, name=name: watch.waits.update([name]))
+            engine.compute(iter(parts), 2, targets)
+            engine.update(1e-2, limits)
+        assert not watch.waits and engine.result().applied == (limits == StepLimits())
+    assert engine.updates == 1
 
 
 def test_want_of_memory_within_a_forward_pass_names_the_largest_modules(ranks):
