@@ -213,8 +213,9 @@ def _listed(config: Config) -> Iterator[str]:
     for item in config.shard.filters:
         for source in config.shard.sources if item.kind == "site" else ():
             judged: Any = item
-            if source.name in (judged.sources or [source.name]) and "warc" not in {
-                    file_format(PurePath(path)) or "warc" for path in getattr(source, "paths", ())}:
+            formats = {file_format(PurePath(path), getattr(source, "format", "auto"))
+                       for path in getattr(source, "paths", ())}
+            if source.name in (judged.sources or [source.name]) and not formats & {"warc", None}:
                 yield from _no_field(config, source.name, judged.field,
                                      f"shard.filters: {name_of(item)} judges {source.name} by")
         yield from _no_sources(f"shard.filters: the filter {name_of(item)}", getattr(item, "sources", None),
@@ -228,8 +229,8 @@ def _no_field(config: Config, source: str, field: str, what: str) -> Iterator[st
     known = [name for own in config.shard.sources if own.name == source for name in getattr(own, "meta_fields", ())]
     known += [item.score_field for item in filters if hasattr(item, "score_field")]
     if field not in known and not any(":" in item.kind for item in filters):
-        yield (f"{what} {field}, a field that its documents do not have; "
-               f"{meant(field, known, 'add it to meta_fields of the source, or a classifier to shard.filters.')}")
+        remedy = "add it to meta_fields of the source; `sources` in a filter names those that it sees."
+        yield f"{what} {field}, a field that its documents do not have; {meant(field, known, remedy)}"
 
 
 def _mixture(config: Config) -> Iterator[str]:
