@@ -94,9 +94,13 @@ def test_two_ranks_write_the_same_bytes(small_run, evaluated, shards):
     assert ("weights sharded over 2 ranks (FSDP2" in output) == (shards == 2)
 
 
-def test_a_prompt_beyond_the_context_is_refused(run, copied):
+def test_prompts_are_beginnings_of_the_text_and_one_beyond_the_context_is_refused(run, copied, tmp_path):
     override = f"evaluate.prompts=['{'x' * 70}']"
     assert "leaves no room in the model's context of 64" in run("evaluate", *copied, override, expect=2).err
+    run("evaluate", *copied, "evaluate.prompts=null", "evaluate.tasks=[]")
+    texts = [" ".join(document.text.split()) for document in documents(copied[0], "validation", "small")]
+    made = read_json(tmp_path / "copy/evaluate/results.json")["continuations"]
+    assert len(made) == 2 and all(any(text.startswith(one["prompt"]) for text in texts) for one in made)
 
 
 @pytest.fixture
