@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -50,8 +49,6 @@ def start_problems(run: Run, jobs: list[Job], options: Options) -> list[str]:
     running = [job for job in jobs if job.to_run]
     slurm = options.cluster == "slurm"
     reasons = credential_problems(config)  # the configuration will be in the run folder
-    if config.launch.device == "mps" and (slurm or sys.platform != "darwin"):
-        reasons.append("launch.device=mps is Apple's GPU, but the stages would not run on a Mac. Set it to auto.")
     if slurm:
         reasons += [f"launch.secrets names {name}, but your shell has no such variable. Set it, or remove the name."
                     for name in config.launch.secrets if not os.environ.get(name)]

@@ -136,9 +136,8 @@ def plan(config: Config, run: Run, stages: list[str], options: Options) -> list[
 
 
 def local_ranks(config: Config, machine: Machine) -> int:
-    """Ranks of train and evaluate on this machine: one per GPU; `launch.processes` of them without GPUs; one on Apple's
-    GPU."""
-    wanted = 1 if config.launch.device == "mps" else config.launch.processes
+    """Ranks of train and evaluate on this machine: one per GPU; `launch.processes` of them without GPUs."""
+    wanted = config.launch.processes
     return min(wanted or machine.gpus, machine.gpus) if machine.gpus else wanted or 1
 
 

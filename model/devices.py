@@ -1,22 +1,8 @@
-"""Which device computes, and which computes in float64 for it.
-
-NOTE: `mps`, Apple's GPU, has no float64, and torch's process groups do not support its tensors. Both are done on the
-CPU instead. It has not been tried on a Mac.
-"""
+"""Which device computes."""
 
 from __future__ import annotations
 
 import torch
-
-
-def is_mps(device: torch.device) -> bool:
-    """Whether it is Apple's GPU."""
-    return device.type == "mps"
-
-
-def exact(device: torch.device) -> torch.device:
-    """The device for float64 and collectives with tensors on `device`: `device` itself, or the CPU."""
-    return torch.device("cpu") if is_mps(device) else device
 
 
 def automatic() -> str:

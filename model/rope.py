@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from drover.model.config import ModelConfig, RopeScaling
-from drover.model.devices import is_mps
 
 
 def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
@@ -53,8 +52,7 @@ class Rotation:
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos = cos
         self.sin = sin
-        real = torch.compiler.is_compiling() or is_mps(cos.device)  # complex products are recent there
-        self.turns = None if real else torch.complex(cos, sin).unsqueeze(-2)
+        self.turns = None if torch.compiler.is_compiling() else torch.complex(cos, sin).unsqueeze(-2)
 
     def __call__(self, x: Tensor) -> Tensor:
         """`rotate` x: (batch, length, heads, head_dim).

@@ -45,7 +45,7 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to continue; with --chat, first messages")
     add_plugin_option(parser)
     parser.add_argument("--device",
-                        help="cpu, cuda, cuda:1 ..., mps (Apple's GPU); default: a GPU of CUDA if there is one")
+                        help="cpu, cuda, cuda:1 ...; default: a GPU of CUDA if there is one")
     parser.add_argument("--dtype", choices=DTYPES, help="precision; default: bfloat16 on a GPU, else float32")
     for name, kind, default, metavar, text in (
             ("max-tokens", int, 256, "N", "the most tokens to generate (default 256)"),

@@ -145,9 +145,6 @@ def _rules(config: Config) -> Rules:
            "null or false, or take stage 2 or fsdp2.")
     yield (deepspeed and train.precision in ("fp64", "fp8"),
            "<train.precision> needs parallel.engine 'fsdp2': DeepSpeed computes in fp32 or bf16.")
-    yield (config.launch.device == "mps" and (deepspeed or train.precision not in ("auto", "fp32")),
-           "<launch.device> computes in fp32 with parallel.engine fsdp2 only, not <train.precision> with "
-           "<parallel.engine>.")
 
     tokenizer = config.tokenizer
     known = vocabulary_size(config) or 0

@@ -108,9 +108,8 @@ class LaunchConfig(Resources):
     processes: PositiveInt | None = None
     """Processes on one machine: ranks of train and evaluate, workers of shard, tokenizer and encode. On GPUs there are
     never more ranks than GPUs. null: one rank per GPU (1 without GPUs), one worker per core."""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """Device of train and evaluate. `auto`: CUDA GPUs if there are any, else the CPU. `mps`: Apple's GPU, in one
-    process and fp32. `auto` never takes mps."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of train and evaluate. `auto`: CUDA GPUs if there are any, else the CPU."""
     cluster: str | None = None
     """Profile of a Slurm cluster: `mine` for configs/clusters/mine.yaml, or a file. Settings of this section override
     it. A run's saved configuration holds the profile's settings instead of its name."""

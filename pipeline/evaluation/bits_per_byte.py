@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drover.model.devices import exact
 from drover.model.loss import IGNORED
 from drover.pipeline.core.console import Watch
 from drover.pipeline.data.sampling.packing import Pieces, best_fit
@@ -164,10 +163,10 @@ def measure(forward: Forward, batches: ValidationBatches, device: torch.device |
     device = torch.device(device)
     pieces = [*batches.pieces] if by_document else []
     ends = np.searchsorted([window for window, _, _ in pieces], range(len(sources) + 1)).tolist()
-    sums = torch.zeros(len(sources) + len(pieces), dtype=torch.float64, device=exact(device))
+    sums = torch.zeros(len(sources) + len(pieces), dtype=torch.float64, device=device)
     with together or nullcontext():
         for windows, inputs in watch(batches):
-            losses = forward(*(tensor.to(device) for tensor in inputs)).to(sums.device)
+            losses = forward(*(tensor.to(device) for tensor in inputs))
             nats = losses.sum(dim=1, dtype=torch.float64)
             if len(windows):
                 sums[windows.to(sums.device)] = nats

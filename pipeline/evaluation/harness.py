@@ -30,7 +30,6 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor, inference_mode
 
-from drover.model.devices import exact
 from drover.model.generation.sampling import Sampling
 from drover.model.generation.stream import stream
 from drover.pipeline.core.console import Watch
@@ -81,7 +80,7 @@ class HarnessModel(HFLM):
         self.truncated = 0
         self.watch: Watch = iter
         self._ends = eos_ids(opened)
-        described = SimpleNamespace(device=exact(opened.device), config=None)
+        described = SimpleNamespace(device=opened.device, config=None)
         tokenizer = hugging_face_tokenizer(opened.tokenizer_folder)
         with messages_in(Path(os.devnull)):  # it warns that the model is not one of transformers
             super().__init__(cast(Any, described), "causal", tokenizer=tokenizer, max_length=length or context,
@@ -89,7 +88,7 @@ class HarnessModel(HFLM):
 
     @inference_mode()
     def _model_call(self, inps: Tensor, *_: Any, **__: Any) -> Tensor:
-        return self.opened.model(inps.to(self.opened.device)).to(self.device)
+        return self.opened.model(inps.to(self.opened.device))
 
     def _loglikelihood_tokens(self, requests: Sequence[Request], disable_tqdm: bool = True,
                               override_bs: int | None = None) -> list[tuple[float, bool]]:

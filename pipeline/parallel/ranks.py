@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from drover.model.attention.backend import moved
-from drover.model.devices import automatic, exact, find_device, is_mps
+from drover.model.devices import automatic, find_device
 from drover.pipeline.contract.broadcast import Channel, await_ranks, is_local
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.host_memory import keep_freed_memory
@@ -70,14 +70,7 @@ class Ranks:
     @property
     def device_name(self) -> str | None:
         """The GPU's name; None on a CPU."""
-        if is_mps(self.device):
-            return "Apple GPU (mps)"
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
-
-    @property
-    def exact(self) -> torch.device:
-        """The device of collectives' tensors and of float64."""
-        return exact(self.device)
 
     def sum(self, *values: float) -> list[float]:
         """Sums over all ranks, in float64."""
@@ -85,17 +78,17 @@ class Ranks:
 
     def sums(self, *values: float) -> Transfer:
         """`sum`, without waiting for it."""
-        total = moved(torch.tensor(values, dtype=torch.float64), self.exact)
+        total = moved(torch.tensor(values, dtype=torch.float64), self.device)
         dist.all_reduce(total)
         return Transfer(total)
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, in rank order, on every rank. What values may be: `messages`."""
-        return gathered(value, self.exact) if dist.is_initialized() else [value]
+        return gathered(value, self.device) if dist.is_initialized() else [value]
 
     def collect(self, value: Any) -> list[Any]:
         """A value of every rank, in rank order, on rank 0; an empty list elsewhere."""
-        return gathered(value, self.exact, everywhere=False)
+        return gathered(value, self.device, everywhere=False)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -104,9 +97,9 @@ class Ranks:
     def same(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
         mine = encode(value) if self.is_rank_zero else b""
-        length = torch.tensor([len(mine)], device=self.exact)
+        length = torch.tensor([len(mine)], device=self.device)
         dist.broadcast(length, src=0)
-        received = _tensor(mine, self.exact) if self.is_rank_zero else length.new_empty(int(length), dtype=torch.uint8)
+        received = _tensor(mine, self.device) if self.is_rank_zero else length.new_empty(int(length), dtype=torch.uint8)
         dist.broadcast(received, src=0)
         return value if self.is_rank_zero else decode(_bytes(received), "rank 0")
 
@@ -206,8 +199,6 @@ def start_ranks(patience: timedelta = PATIENCE, store: dist.Store | None = None,
         extend_segments()
         torch.cuda.set_device(own)
     else:
-        if kind == "mps" and world > 1:
-            raise UserError(f"launch.device=mps computes in one process, but there are {world} ranks. Start one.")
         try:
             own = find_device(kind)
         except ValueError as error:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from drover.model.devices import is_mps
 from drover.model.linear import vendor
 from drover.pipeline.core.console import readable
 from drover.pipeline.core.errors import UserError
@@ -39,8 +38,6 @@ def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "bf16", "bf16: this GPU has it"
         return "fp32", "fp32: this GPU has no bf16"
-    if is_mps(device):
-        return "fp32", "fp32: the only precision on mps"
     # These functions are private to torch; if one is missing, fp32 is the safe choice.
     amx, avx512 = (getattr(torch.cpu, query, lambda: False)() for query in
                    ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))

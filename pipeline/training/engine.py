@@ -252,7 +252,7 @@ class FsdpEngine(Engine):
         # The device decides, so the host does not wait, and the optimizer skips the update by itself.
         applied = limits.allow(loss, norm)
         if not self.proven:
-            self.prove_gradients(float(loss), self.grid.ranks.exact)
+            self.prove_gradients(float(loss), self.grid.ranks.device)
         self.before_update()
         self.optimizer.step(lr, (norm / self.clip_norm).clamp(min=1.0), applied)
         self.model.zero_grad(set_to_none=True)
@@ -267,8 +267,7 @@ class FsdpEngine(Engine):
     def accumulate(self, micro_batches: Iterator[Batch], count: int, targets: Tensor) -> Tensor:
         """Forward and backward over all micro-batches; this rank's sum of nats, float64."""
         device = self.grid.ranks.device
-        exact = self.grid.ranks.exact
-        total = torch.zeros((), dtype=torch.float64, device=exact)
+        total = torch.zeros((), dtype=torch.float64, device=device)
         for index, batch in enumerate(micro_batches):
             last = index == count - 1
             if self.sharded:
@@ -278,15 +277,15 @@ class FsdpEngine(Engine):
                 self.model.set_requires_all_reduce(last)  # all-reduce replicas once a step, not once a micro-batch
             loss = self.loss(self.model, batch.to(device))
             (loss / targets.to(loss.dtype)).backward()
-            total += loss.detach().to(exact)
+            total += loss.detach()
         return total
 
     def _squared_norm(self) -> Tensor:
         """This rank's addend to the squared norm of the whole gradient. One of the ranks that hold a part adds it."""
         gradients = [gradient for name, gradient in self._gradients() if self.parts[name].copy == 0]
         if not gradients:
-            return torch.zeros((), dtype=torch.float64, device=self.grid.ranks.exact)
-        return torch.stack(torch._foreach_norm(gradients)).to(self.grid.ranks.exact).double().square().sum()
+            return torch.zeros((), dtype=torch.float64, device=self.grid.ranks.device)
+        return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, weight in self.weights.items():

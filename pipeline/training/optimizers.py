@@ -34,7 +34,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drover.model.devices import is_mps
 from drover.pipeline.config.optimizers import optimizer_kind
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.training import ParamGroup
@@ -190,8 +189,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class AdamW(ElementwiseOptimizer):
     """Clips gradients and skips updates inside the fused kernel: neither costs a pass over the weights, and nothing
     waits for the host.
-
-    NOTE: torch's kernel for mps (2.13) supports neither, so on mps both are done in separate steps.
     """
 
     names = MOMENTS
@@ -201,8 +198,7 @@ class AdamW(ElementwiseOptimizer):
         self.weights = {weight.name: weight for weight in weights}
         self.wide = any(weight.parameter.dtype == torch.float64 for weight in weights)
         # The fused kernel cannot update flat masters on the host from gradients on a GPU.
-        self.plain = any(is_mps(weight.parameter.device) for weight in weights)
-        self.fused = config.parallel.offload == "none" and not self.plain
+        self.fused = config.parallel.offload == "none"
         self.torch = torch.optim.AdamW(parameter_groups(weights), lr=train.lr, betas=(train.beta1, train.beta2),
                                        eps=train.eps, fused=self.fused)
 
@@ -218,11 +214,6 @@ class AdamW(ElementwiseOptimizer):
         """See Optimizer."""
         self.set_lr(lr)
         kernel = self.torch
-        if self.plain:
-            if applied:
-                divide_gradients(self.weights.values(), float(clip))
-                kernel.step()
-            return
         if self.wide:  # the kernel takes its divisor in float32
             divide_gradients(self.weights.values(), clip)
         else:  # it divides gradients by `grad_scale` while it reads them: clipping costs no pass of its own

@@ -62,8 +62,7 @@ def test_what_follows_from_each_end(launcher, monkeypatch, plays, forced, status
     3 -> 0 -> cpu -> 3
     null -> 4 -> cuda -> 4
     2 -> 4 -> auto -> 2
-    2 -> 1 -> auto -> 1
-    3 -> 0 -> mps -> 1""", json.loads, int, str, int))
+    2 -> 1 -> auto -> 1""", json.loads, int, str, int))
 def test_ranks_on_this_box(processes, gpus, device, ranks):
     config = Config.model_validate({"launch": {"processes": processes, "device": device}})
     assert local_ranks(config, Machine(cores=8, gpus=gpus)) == ranks

@@ -109,13 +109,7 @@ train.warmup_steps 99 | dim (256) must be divisible by heads (7)
     --stage all --cluster slurm -> no sbatch on PATH
     --stage all stages.curv.every=5 -> stages.curv: there is no stage curv; shard, tokenizer
     --stage train train.attention=nosuch:Nope --stage all -> train.attention names nosuch:Nope, but there is no \
-module nosuch
-    --stage train --cluster local --dry-run launch.device=mps -> launch.device=mps is Apple's GPU, but the stages \
-would not run on a Mac
-    --stage train --cluster slurm --dry-run launch.device=mps -> launch.device=mps is Apple's GPU, but the stages \
-would not run on a Mac
-    --stage train --dry-run launch.device=mps train.precision=bf16 parallel.engine=deepspeed -> launch.device \
-'mps' computes in fp32 with parallel.engine fsdp2 only""")])
+module nosuch""")])
 def test_refusals_start_nothing(launcher, arguments, message):
     complaint = launcher.refused(arguments)
     assert not launcher.run.exists() and complaint.startswith("error: ")
