@@ -11,7 +11,8 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from subprocess import run
+from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ from drover.pipeline.training.set_up import build_engine
 DOCUMENT_TOKENS = 1024
 WARM_UP = 3
 STEPS = 5
+MOST = 0.25
+"""Share of the time that a case may take."""
 PACKAGES = ("torch", "transformers", "deepspeed", "torchao", "datatrove", "fastokens")
 COLUMNS = {"tokens/s": "{:,.0f}", "of transformers": "{:.2f}", "MFU": "{:.1%}",
            "peak GB of a rank": "{:.2f}", "rehearsed": "{:.2f}", "failure": "{}"}
@@ -46,13 +49,15 @@ Row = dict[str, Any]
 class Case:
     """A training step to be measured.
 
-    settings: values by `section.key`. library: transformers' step at the same shape, not ours.
+    settings: values by `section.key`. library: transformers' step at the same shape, not ours. sequences: of a step, if
+        the settings do not say it.
     """
 
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     library: bool = False
     ranks: int = 1
+    sequences: int = 1
 
 
 def add_options(parser: Parser, cases: Sequence[Case]) -> None:
@@ -60,6 +65,8 @@ def add_options(parser: Parser, cases: Sequence[Case]) -> None:
     names = [case.name for case in cases]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CASE",
                         help=f"measure these: {'; '.join(names)} (default: all)")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="also add each row to this file, as JSON")
+    parser.add_argument("--minutes", type=float, default=9.0, help="begin no case later (default %(default)s)")
     parser.add_argument("--in-process", action="store_true", help="measure one in this process, and print JSON")
 
 
@@ -76,7 +83,17 @@ def run_cases(module: str, cases: Sequence[Case], options: Namespace, config_of:
             print("\n" + json.dumps(row), flush=True)
         return 0
     print_machine()
-    rows = {case.name: in_processes(module, case, arguments) for case in chosen}
+    rows = dict[str, Row]()
+    end = time.monotonic() + 60 * options.minutes
+    for case in chosen:
+        left = min(60 * MOST * options.minutes, end - time.monotonic())
+        row = in_processes(module, case, arguments, left) if left > 0 else {"failure": "no time was left"}
+        rows[case.name] = row
+        line = json.dumps({"case": case.name, **row})
+        print(line, flush=True)
+        if options.to:
+            with open(options.to, "a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
     baseline = rows.get("transformers", {}).get("tokens/s")
     for row in rows.values():
         if baseline and "tokens/s" in row:
@@ -85,14 +102,21 @@ def run_cases(module: str, cases: Sequence[Case], options: Namespace, config_of:
     return int(any("failure" in row for row in rows.values()))
 
 
-def in_processes(module: str, case: Case, arguments: Sequence[str]) -> Row:
-    """Measure a case in processes of its own, so that no memory, compiled code or failure of another counts."""
-    ended = run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}",
-                 "-m", module, "--in-process", *arguments, "--only", case.name],
-                capture_output=True, text=True, check=False)
-    if ended.returncode:
-        return {"failure": next((line for line in ended.stderr.splitlines() if "rror: " in line), "no error message")}
-    row: Row = json.loads(ended.stdout.splitlines()[-1])
+def in_processes(module: str, case: Case, arguments: Sequence[str], most_s: float | None = None) -> Row:
+    """Measure a case in processes of its own, so that no memory, compiled code or failure of another counts. most_s:
+    seconds that it may take."""
+    with Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}",
+                "-m", module, "--in-process", *arguments, "--only", case.name],
+               stdout=PIPE, stderr=PIPE, text=True) as ranks:
+        try:
+            output, errors = ranks.communicate(timeout=most_s)
+        except TimeoutExpired:
+            ranks.terminate()  # torchrun then ends its ranks, which are in sessions of their own
+            ranks.communicate()
+            return {"failure": f"it took longer than {most_s:.0f} s"}
+    if ranks.returncode:
+        return {"failure": next((line for line in errors.splitlines() if "rror: " in line), "no error message")}
+    row: Row = json.loads(output.splitlines()[-1])
     return row
 
 
@@ -120,16 +144,30 @@ def seconds(action: Callable[[], object]) -> float:
 
 
 def our_step(config: Config, ranks: Ranks) -> Callable[[], None]:
-    """A step of our engine over all ranks, each time on the same batch; at its end the host reads the loss."""
+    """A step of our engine over all ranks, each time on the same batch. As in training, the host reads the step before
+    on GPUs when it has queued the passes."""
     plan = BatchPlan.of(config.train, config.parallel, ranks.world)
     dtype = DTYPES["bf16" if config.train.precision == "fp8" else config.train.precision]
     engine: Any = build_engine(config, config.model, Grid(ranks, config.parallel), dtype, plan.accumulation,
                                drawn(config.model, 0))
     data = batch(config, plan.micro_batch * plan.accumulation)
+    targets = torch.tensor(plan.tokens, dtype=torch.float64)
+
+    begun = False
+
+    def read() -> None:
+        result = engine.result()
+        assert result.applied, result
 
     def step() -> None:
-        result = engine.step(data.split(plan.micro_batch), plan.accumulation, plan.tokens, 1e-5, StepLimits())
-        assert result.applied, result
+        nonlocal begun
+        engine.compute(data.split(plan.micro_batch), plan.accumulation, targets)
+        if begun and engine.queues:
+            read()
+        engine.update(1e-5, StepLimits())
+        if not engine.queues:
+            read()
+        begun = True
     return step
 
 

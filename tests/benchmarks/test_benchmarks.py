@@ -1,5 +1,6 @@
 """Each benchmark runs from end to end at a small size."""
 
+import json
 import re
 from functools import partial
 
@@ -16,13 +17,17 @@ def test_ranks_are_measured_together():
     [case] = [case for case in train.CASES if case.name == "tensor parallel 2"]
     row = in_processes("benchmarks.train", case, [])
     assert row["tokens/s"] > 0 and row["MFU"] is None
+    assert in_processes("benchmarks.train", case, [], 0.1) == {"failure": "it took longer than 0 s"}
 
 
 @pytest.mark.slow
-def test_gpu_cases_are_measured_and_one_that_fails_stops_no_other(capsys):
-    """flex has no backward pass on a CPU."""
-    assert gpu.main(["--tiny", "--only", "8b, documents, flex", "8b, eager", "transformers"]) == 1
+def test_gpu_cases_are_measured_and_one_that_fails_stops_no_other(capsys, tmp_path):
+    """flex has no backward pass on a CPU. Each row is in the file at once."""
+    assert gpu.main(["--tiny", "--only", "8b, documents, flex", "8b, eager", "transformers",
+                     "--minutes", "60", "--to", str(tmp_path / "rows")]) == 1
     lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    written = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert sorted(row["case"] for row in written) == ["8b, documents, flex", "8b, eager", "transformers"]
     rows = {name: figures for name, *figures in lines}
     assert "error: " in rows["8b, documents, flex"][-1] and rows["8b, documents, flex"][0] == "-"
     assert all(float(rows[name][0].replace(",", "")) > 0 for name in ("8b, eager", "transformers"))
