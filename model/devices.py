@@ -18,6 +18,8 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"{name}: Drover computes on cpu and cuda only")
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch without CUDA
         raise ValueError(f"{name} cannot be used here: {str(error).splitlines()[0]}") from None
     return device

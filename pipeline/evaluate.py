@@ -127,7 +127,7 @@ def evaluate(work: Work) -> None:
         baselines = background.submit(compare, work) if due else Future[Any]()  # without a result, which is not read
         validation = measure_text(work, ranks, cached, opened, length)
         continuations = cached.get("continuations", ("encode", "tokenizer", "convert"), (
-            "prompts", "prompt_tokens", "temperature", "top_p", "dtype"),
+            "prompts", "prompt_tokens", "temperature", "top_p", "dtype", "validation_tokens"),
             lambda: continue_prompts(work, ranks, opened, cached.watch("continuations", "prompts")))
         tasks = measure_tasks(work, ranks, cached, opened, length, work.folder / "lm_eval.log")
         if settings.contamination:
@@ -282,7 +282,8 @@ def continue_prompts(work: Work, ranks: Ranks, opened: OpenedModel, watch: Watch
         return opened.tokenizer.beginnings([ChosenDocuments(shards[source], chosen)
                                             for source, chosen in chosen_documents(work).items()])
     texts = ranks.by_leader(beginnings) if settings.prompts is None else settings.prompts
-    prompts = [prompt_ids(opened, text) for text in texts]
+    most = context - settings.prompt_tokens if settings.prompts is None else None  # forty characters may be 160 bytes
+    prompts = [prompt_ids(opened, text)[:most] for text in texts]
     for number, ids in enumerate(prompts):
         if len(ids) >= context:
             raise UserError(f"evaluate.prompts.{number} has {len(ids)} tokens, which leaves no room in the model's "

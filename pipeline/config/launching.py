@@ -160,8 +160,8 @@ class LaunchConfig(Resources):
     """Requeue a job under its own id after its time limit, a preemption or a lost node. false: for sites that forbid
     it; the same command then continues the run."""
     signal_s: int = Field(120, ge=60)
-    """Seconds before the time limit at which training receives the signal to save and exit. Allow for at least a step
-    and a save. Slurm may send it a minute early."""
+    """Seconds before the time limit at which training receives the signal to save and exit. Allow for three
+    steps and a save. Slurm may send it a minute early."""
     max_restarts: NonNegativeInt = 3
     """Most restarts in a row without a new checkpoint. The stage then stops for good."""
     check_owners: bool = True

@@ -104,7 +104,8 @@ class GuardConfig(Section):
     All ranks then write their stacks and exit, and a launcher restarts from the last checkpoint. Signs of life are a
     step, a validation batch and each token of a sample text. Saving and loading are not watched. The first step and the
     first validation batches may compile, so they have three times as long. In later steps, once all ranks have their
-    batch, the limit is 100 seconds (300 with compiled blocks). If 10 median steps are longer, they are the limit."""
+    batch (on GPUs: while a step's result is read), the limit is 100 seconds (300 with compiled blocks). If 10 median
+    steps are longer, they are the limit."""
 
 
 Setting = bool | int | float | str

@@ -59,8 +59,8 @@ class EvaluateConfig(Section):
     sharded weights: each new token all-gathers all of them once."""
     every: PositiveInt | None = execution(None)
     """Steps between two checkpoints that are scored while the run trains; null: none. A multiple of
-    train.checkpoint.every_steps. Training pauses for each, unless `drover evaluate RUN --watch` scores them elsewhere.
-    It keeps these checkpoints until they were scored."""
+    train.checkpoint.every_steps. Training pauses for each but the last, which the stage measures, unless `drover
+    evaluate RUN --watch` scores them elsewhere. It keeps these checkpoints until they were scored."""
     tasks: list[str] = []
     """Names of lm-evaluation-harness tasks: your own under `task_folders`, or the harness's own tasks, groups and tags,
     whose data `drover tasks fetch` has downloaded into `task_data`. NAME_5shot puts five examples before each

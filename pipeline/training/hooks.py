@@ -4,8 +4,9 @@
 
 Every method is called on all ranks alike, in the order of `Loop.hooks`, unless it says otherwise. On GPUs `on_step`,
 `look` and `after_step` of a step often come between the backward passes of the next one and its update; weights and
-states are then still those that the step left. An error that a method raises stops training. It must be raised on all
-ranks alike, so decide by values that are the same on all ranks, such as `StepResult` or the sums of `votes`.
+states are then still those that the step left, and no hook may change them or the gradients. An error that a method
+raises stops training. It must be raised on all ranks alike, so decide by values that are the same on all ranks, such as
+`StepResult` or the sums of `votes`.
 
 Four are here: when to save, when to stop, when to collect garbage, and which checkpoints wait for their scores.
 """
@@ -53,7 +54,8 @@ class Hook:
 
     def votes(self, loop: Loop) -> Sequence[float]:
         """Numbers that are summed over all ranks before each step, `loop.next_step`, always the same count. All hooks
-        share one all-reduce."""
+        share one all-reduce. After a rollback they are asked again, without `on_votes` in between: keep a request until
+        then."""
         return ()
 
     def on_votes(self, loop: Loop, sums: Sequence[float]) -> None:

@@ -182,19 +182,24 @@ class Loop:
                          planned_rate(number - 1, self.plan), self.ranks.sums(*counted, *itertools.chain(*votes)),
                          list(map(len, votes)), self.batches.waited_s)
         if not self.engine.queues:
-            step.sums.read()  # waits until all ranks have their batch
+            self._count_votes(step)  # waits until all ranks have their batch
             self.watchdog.step_begins()
         with self._memory_explained(number):
             self.engine.compute(batch.split(self.batch.micro_batch), self.batch.accumulation, step.sums.numbers[0])
         return step
 
-    def _update(self, step: PendingStep) -> None:
-        """Give the hooks the sums of all ranks' votes, and queue the update."""
+    def _count_votes(self, step: PendingStep) -> None:
+        """Give the hooks the sums of all ranks' votes."""
         self.save_requested = False
         sums = iter(step.sums.read()[2:])
         for hook, votes in zip(self.hooks, step.votes, strict=True):
             if votes:
                 hook.on_votes(self, list(itertools.islice(sums, votes)))
+
+    def _update(self, step: PendingStep) -> None:
+        """Queue the update."""
+        if self.engine.queues:
+            self._count_votes(step)
         with self._memory_explained(step.number):
             self.engine.update(step.rate, self.guards.limits())
         self.updated = step

@@ -26,7 +26,7 @@ def mutated(texts, count, length, seed=0):
 
 
 @pytest.mark.parametrize("kind", CONVERTED)
-@pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_ids_are_those_of_the_library_on_real_odd_and_mutated_text(vocabularies, files, texts, kind, count):
     vocabulary, path = vocabularies[kind], files[kind]
     agrees = agreement(vocabulary, path)
