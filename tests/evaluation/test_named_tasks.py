@@ -133,21 +133,21 @@ def export(tmp_path_factory):
     return folder
 
 
-def figures_equal_hf(names, data, export, made, limit=None):
+def figures_equal_hf(names, data, export, made, limit=None, left_out=()):
     """Every figure of ours against those of `hf`, which reads the made data sets themselves."""
-    selection = chosen(data, *names).fetched()
+    tasks = {name: task for name, task in chosen(data, *names).fetched().tasks.items() if name not in left_out}
     own = made.parent / "yaml"
     own.mkdir(exist_ok=True)
-    for name, task in selection.tasks.items():
+    for name, task in tasks.items():
         (own / f"{name}.yaml").write_text(yaml.safe_dump({
             "include": str(task.path), **task.overrides, "task": name, "dataset_path": str(made / task.dataset),
             "dataset_kwargs": {"cache_dir": str(made.parent / "cache")}}))  # whose key is not the content
     theirs = simple_evaluate(
-        model="hf", tasks=[*selection.tasks], device="cpu", bootstrap_iters=20, log_samples=False, limit=limit,
+        model="hf", tasks=[*tasks], device="cpu", bootstrap_iters=20, log_samples=False, limit=limit,
         task_manager=TaskManager(include_path=str(own), include_defaults=False),
         model_args={"pretrained": str(export), "dtype": "float32"})["results"]
     model = HarnessModel(opened(export), batch=4)
-    for name, task in selection.tasks.items():
+    for name, task in tasks.items():
         result = measure_task(model, task, limit, 20, Path(os.devnull))
         assert result["data"] == task.source and result["metrics"], name
         for metric, entry in result["metrics"].items():
@@ -168,14 +168,15 @@ SUITES = {"core": 19, "olmes": 10}
 
 @pytest.mark.slow
 def test_every_task_of_the_suites_equals_hf(hub, tmp_path, export, monkeypatch):  # noqa: F811
+    """Of the subjects of MMLU, which differ in their names alone, three."""
     suites = chosen(tmp_path / "data", *SUITES)
-    subjects = {task.configuration: MMLU for task in suites.tasks.values() if task.dataset == "cais/mmlu"}
-    monkeypatch.setitem(KINDS, "cais/mmlu", subjects)
+    subjects = {name: task.configuration for name, task in suites.tasks.items() if task.dataset == "cais/mmlu"}
+    monkeypatch.setitem(KINDS, "cais/mmlu", dict.fromkeys(subjects.values(), MMLU))
     push(hub, tmp_path / "made", *KINDS.keys() - {"cais/mmlu"}, items=12)
     push(hub, tmp_path / "made", "cais/mmlu", items=6)
     assert fetch(tmp_path / "data", *SUITES) == 0
     assert len(suites.tasks) == 28 + 57 and len(subjects) == 57
-    figures_equal_hf(SUITES, tmp_path / "data", export, tmp_path / "made", limit=3)
+    figures_equal_hf(SUITES, tmp_path / "data", export, tmp_path / "made", limit=3, left_out=[*subjects][3:])
 
 
 def result_of(metrics, items=10, chance=0.25):
