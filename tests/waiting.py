@@ -33,6 +33,14 @@ def runs(note):
         return False
 
 
+def process_words(pid, name="cmdline"):
+    """The words in a file of a process, such as its command; [""] once it has ended."""
+    try:
+        return Path("/proc", str(pid), name).read_text(errors="replace").split("\0")
+    except OSError:
+        return [""]
+
+
 def _output(process):
     """What an ended process printed, where that was kept."""
     return "".join(f"\n{said}" for said in process.communicate() if said)

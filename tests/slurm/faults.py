@@ -30,7 +30,7 @@ from tests.conftest import REPOSITORY, environment, merged, run_stage
 from tests.faulty import GO, PLUGIN
 from tests.slurm_lab import Lab, user_name
 from tests.stages.training import curve, difference, lines, proven, reusing
-from tests.waiting import HANG_S, wait_for
+from tests.waiting import HANG_S, process_words, wait_for
 
 T = TypeVar("T")
 STEPS, EVERY = 72, 4
@@ -228,7 +228,7 @@ class Training(OnCluster):
         """Processes of the train job with this word in their command, and a variable in their environment."""
         marks = {f"SLURM_JOB_ID={self.job()}", *filter(None, [variable])}
         return {pid for pid in job_processes(self.cluster)
-                if marks <= set(_words(pid, "environ")) and word in _words(pid, "cmdline")}
+                if marks <= set(process_words(pid, "environ")) and word in process_words(pid, "cmdline")}
 
     def process(self, word: str = "submitit.core._submit", variable: str = "") -> int:
         """Process id of the runner of the train job, or of another process."""
@@ -284,7 +284,7 @@ def in_order(run: Training, request: pytest.FixtureRequest) -> Iterator[Training
 def job_processes(cluster: Cluster) -> set[int]:
     """What runs on the cluster's nodes for jobs: batch scripts, runners, srun, ranks."""
     mark = f"SLURM_CONF={cluster.environment()['SLURM_CONF']}"
-    return {pid for pid in psutil.pids() if mark in (variables := _words(pid, "environ"))
+    return {pid for pid in psutil.pids() if mark in (variables := process_words(pid, "environ"))
             and any(word.startswith("SLURM_JOB_ID=") for word in variables)}
 
 
@@ -315,10 +315,3 @@ def guard(folder: Path) -> subprocess.Popen[bytes]:
             "while os.getppid() == int(sys.argv[2]):\n    time.sleep(0.5)\nLab(sys.argv[1]).down()")
     return subprocess.Popen([sys.executable, "-c", code, str(folder), str(os.getpid())], cwd=REPOSITORY,
                             start_new_session=True, stdin=subprocess.DEVNULL)
-
-
-def _words(pid: int, name: str) -> list[str]:
-    try:
-        return (Path("/proc") / str(pid) / name).read_text(errors="replace").split("\0")
-    except OSError:
-        return [""]

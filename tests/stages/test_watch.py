@@ -7,7 +7,6 @@ import shlex
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -42,7 +41,7 @@ from tests.stages.training import (
     train_folder,
 )
 from tests.training.test_sinks import board_of, points
-from tests.waiting import HANG_S, wait_for
+from tests.waiting import HANG_S, process_words, wait_for
 
 WATCH, ONCE = (shlex.split(command)[3:] for command in commands("evaluation") if "drover evaluate" in command)
 """The options in docs/evaluation.md."""
@@ -152,8 +151,7 @@ def test_training_pauses_for_its_scores_if_no_evaluator_runs(run):
     train_folder(run).rename(run.parent / "before")
 
     def evaluators(process):
-        return [pid for pid in descendants(process.pid)
-                if b"multiprocessing.spawn" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [pid for pid in descendants(process.pid) if "multiprocessing.spawn" in " ".join(process_words(pid))]
     with started(run) as process:  # kills the evaluator with it
         wait_for(lambda: evaluators(process), of=process)
         time.sleep(1)
@@ -207,8 +205,8 @@ def test_the_chain_scores_checkpoints_in_a_job_of_its_own(training, tmp_path):  
         "every": 4, "tasks": ["one"], "task_folders": [str(tmp_path)]})
     run.submit(nodes=1)
     run.next_wait()
-    os.kill(run.next(lambda: [pid for pid in job_processes(run.cluster) if (
-        b"drover.pipeline.watch" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[2:3])],
+    os.kill(run.next(lambda: [
+        pid for pid in job_processes(run.cluster) if "drover.pipeline.watch" in process_words(pid)[2:3]],
         "an evaluator")[0], signal.SIGKILL)
     os.kill(run.rank(0), signal.SIGKILL)
     run.go_on(to_the_end=True)
