@@ -127,7 +127,8 @@ def evaluate(work: Work) -> None:
         baselines = background.submit(compare, work) if due else Future[Any]()  # without a result, which is not read
         validation = measure_text(work, ranks, cached, opened, length)
         continuations = cached.get("continuations", ("encode", "tokenizer", "convert"), (
-            "prompts", "prompt_tokens", "temperature", "top_p", "dtype", "validation_tokens"),
+            "prompts", "prompt_tokens", "temperature", "top_p", "dtype",
+            *["validation_tokens"] * (settings.prompts is None)),  # they are then its first words
             lambda: continue_prompts(work, ranks, opened, cached.watch("continuations", "prompts")))
         tasks = measure_tasks(work, ranks, cached, opened, length, work.folder / "lm_eval.log")
         if settings.contamination:
