@@ -39,7 +39,8 @@ def home(tmp_path_factory, corpus):
     texts = sorted(corpus.glob("*.txt"))
     shutil.copytree(corpus, folder / "text")
     shutil.move(folder / "text" / texts[0].name, folder / "text/argparse.py")  # which a command looks up
-    path = write_config(folder, folder / "text", name="demo", runs_dir="runs", evaluate={"tasks": ["python_line"]},
+    path = write_config(folder, folder / "text", name="demo", runs_dir="runs",
+                        evaluate={"tasks": ["python_line"], "prompts": None},
                         shard={"sources": [{"kind": "files", "name": "code", "paths": [f"{folder}/text/*"]}]},
                         train={"steps": 30, "warmup_steps": 5, "validation_every": 10, "micro_batch": 8})
     path.rename(folder / "configs/demo.yaml")
