@@ -59,7 +59,8 @@ REJECTED = "rejected.jsonl"
 FEW = 50
 """Documents of which the hash may choose none for a split."""
 FEW_REJECTED, FEW_REJECTED_SHARE = 10, 0.1
-"""So many documents may be rejected if they are at most this share: in a small corpus one is more than a thousandth."""
+"""So many documents of a corpus in which they are more than the usual limit may be rejected, if documents, files and
+bytes that are lost are at most this share."""
 MANY_DROPPED = 0.5
 """If more than this share of a source's documents is dropped, a warning names the most frequent reasons."""
 MANY_PAGES = 0.01
@@ -258,8 +259,9 @@ def _refuse(work: Work, counts: dict[str, Any], inputs: list[FileRead]) -> None:
         (sum(file.lost for file in inputs), len(inputs), "files", " to their end"),
         (size["rejected"], size["in"], "bytes of the files", "")) if of}
     most = config.max_rejected_share
-    if most and counts["rejected"] <= FEW_REJECTED:
-        most = max(most, FEW_REJECTED_SHARE)
+    usual = type(config)().max_rejected_share  # another one is the user's choice
+    if most == usual and max(counts["rejected"], most * counts["documents_in"]) <= FEW_REJECTED:
+        most = FEW_REJECTED_SHARE
     if over := [text for text, share in shares.items() if share > most]:
         files = f" The files that lose most: {named(incomplete(inputs))}." if inputs else ""
         problems.append(f"{', and '.join(over)}, more than shard.max_rejected_share {config.max_rejected_share:g} "

@@ -263,8 +263,8 @@ class ShardConfig(Section):
     max_rejected_share: float = execution(0.001, ge=0, le=1)
     """The stage fails if more than this share of all documents, or of the bytes of all files, is rejected. It also
     fails if more than this share of the files break off, since the documents in their rest are lost uncounted. Up to
-    this share, rejects are counted and listed in rejected.jsonl. Up to 10 documents may be rejected if they are at most
-    a tenth of each; 0: none may."""
+    this share, rejects are counted and listed in rejected.jsonl. Of at most 10,000 documents 10 may be rejected
+    if no more than a tenth of documents, files and bytes is lost; not if this is set to another value than 0.001."""
 
     @property
     def source_names(self) -> list[str]:

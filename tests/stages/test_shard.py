@@ -139,7 +139,7 @@ def test_unreadable_documents_and_files_are_counted_and_named(tmp_path, run):
     for part in ("1 of 2 files cannot be read to their end", "t/g.txt.gz (",
                  "max_rejected_share 0.001", "(1 as s/f.jsonl:11: bytes that utf-8 has not", "1 as t/g.txt.gz:"):
         assert part in error
-    assert "3 of " in run("shard", config, "shard.max_rejected_share=0", expect=2).err, "not even few"
+    assert "3 of " in run("shard", config, "shard.max_rejected_share=0.002", expect=2).err, "as it is set"
     assert manifest_of(config, "shard", "a") is None
     enough = re.search("add (shard.max_rejected_share=[0-9.]+) ", error)[1]
     run("shard", config, enough)
