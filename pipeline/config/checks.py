@@ -18,7 +18,7 @@ from typing import Any
 
 from drover.model.attention import BACKENDS
 from drover.model.config import ModelConfig
-from drover.pipeline.config.data import UINT16_IDS, file_format, web_packages
+from drover.pipeline.config.data import UINT16_IDS, WEB, file_format, web_packages
 from drover.pipeline.config.kinds import source_of
 from drover.pipeline.config.optimizers import optimizer_problems
 from drover.pipeline.config.phases import BatchPlan, batch_problems, in_phases, plan_problems
@@ -206,28 +206,32 @@ def _listed(config: Config) -> Iterator[str]:
         yield from (f"{key} has {count} {what} '{name}'; there can be one.{remedy}"
                     for name, count in Counter(names).items() if count > 1)
     for name, keep in config.shard.best_shares.items():
-        yield from _no_field(config, name, keep.by, f"shard.sources: {name} keeps documents by")
+        yield from _no_field(config, name, keep.by, f"shard.sources: {name} keeps documents by",
+                             "or a classifier to shard.filters")
     for item in config.shard.filters:
         for source in config.shard.sources if item.kind == "site" else ():
             judged: Any = item
             formats = {file_format(PurePath(path), getattr(source, "format", "auto"))
                        for path in getattr(source, "paths", ())}
-            if source.name in (judged.sources or [source.name]) and not formats & {"warc", None}:
+            is_web = formats & {*WEB, None} or getattr(source, "html", "") == "fields"
+            if source.name in (judged.sources or [source.name]) and not is_web:
                 yield from _no_field(config, source.name, judged.field,
-                                     f"shard.filters: {name_of(item)} judges {source.name} by")
+                                     f"shard.filters: {name_of(item)} judges {source.name} by",
+                                     "or name other sources in the filter's `sources`")
         yield from _no_sources(f"shard.filters: the filter {name_of(item)}", getattr(item, "sources", None),
                                config.shard.source_names)
     yield from _no_sources("train.max_epochs", train.max_epochs, sources)
 
 
-def _no_field(config: Config, source: str, field: str, what: str) -> Iterator[str]:
-    """A sentence if the documents of a source do not have a field. what: is done by it."""
+def _no_field(config: Config, source: str, field: str, what: str, remedy: str) -> Iterator[str]:
+    """A sentence if the documents of a source do not have a field. what: is done by it. remedy: another one than to
+    keep the field."""
     filters = [item for item in config.shard.filters if source in (getattr(item, "sources", None) or [source])]
     known = [name for own in config.shard.sources if own.name == source for name in getattr(own, "meta_fields", ())]
     known += [item.score_field for item in filters if hasattr(item, "score_field")]
     if field not in known and not any(":" in item.kind for item in filters):
-        remedy = "add it to meta_fields of the source; `sources` in a filter names those that it sees."
-        yield f"{what} {field}, a field that its documents do not have; {meant(field, known, remedy)}"
+        yield (f"{what} {field}, a field that its documents do not have; "
+               f"{meant(field, known, f'add it to meta_fields of the source, {remedy}.')}")
 
 
 def _mixture(config: Config) -> Iterator[str]:
