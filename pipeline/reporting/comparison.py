@@ -160,7 +160,8 @@ def notices(runs: Sequence[ComparedRun]) -> Iterator[Notice]:
 
 def data_tables(runs: Sequence[ComparedRun]) -> Iterator[Block]:
     """What became of the documents of each source, by reason, and its tokens; and the first documents that
-    the filters of the last run dropped, and those of the first did not. Nothing unless each run has read text."""
+    the filters of the last run dropped, and those of the first did not, if both keep such. Nothing unless each run has
+    read text."""
     outcomes = {run.name: run.outcomes for run in runs}
     if not all(outcomes.values()):
         return
@@ -169,6 +170,8 @@ def data_tables(runs: Sequence[ComparedRun]) -> Iterator[Block]:
         {"source": key[0], "outcome": key[1], **{name: own[key] for name, own in outcomes.items()}}
         for key in sorted({*chain(*outcomes.values())}) if any(own[key] for own in outcomes.values())])
     before, after = runs[0], runs[-1]
+    if not (before.run.config.shard.keep_dropped and after.run.config.shard.keep_dropped):
+        return
     known = {(line["source"], line["id"]) for line in before.dropped()}
     new = (line for line in after.dropped() if (line["source"], line["id"]) not in known)
     yield Table(f"The first {FEW} that filters of {after.name} drop, and those of {before.name} do not", {

@@ -76,6 +76,9 @@ def test_what_filters_changed_is_shown_with_documents_that_are_dropped_now(tmp_p
     assert [row for _, row in table.rows] == [
         ("web", "came in", "9", "9"), ("web", "dropped, length: short", "1", "2"), ("web", "kept, train", "8", "7")]
     assert [row for _, row in new.rows] == [("web/b", "length, short", "b b")]
+    save_config(changed(config(tmp_path), {"name": "lax", "runs_dir": str(tmp_path), "shard.keep_dropped": False}),
+                tmp_path / "lax/config.yaml")
+    [_] = data_tables([ComparedRun("lax", run_in(tmp_path / "lax")), runs[1]])  # what it dropped is not known
 
 
 def test_other_tokenizers_and_runs_in_training_are_named(tmp_path):
