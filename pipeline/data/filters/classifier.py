@@ -27,12 +27,14 @@ from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.base import Filter
 
 LABEL = "__label__"
-_ALL = 1_000_000
-"""Labels to ask for where all are wanted: more than any model has."""
 BINS = 20
 """Bins in the histogram of scores, each 0.05 wide."""
-_HEAD = struct.Struct("<8xI60xI")
-"""The head of a model's file: the size of its vectors, and the number of labels."""
+_HEAD = struct.Struct("<I4xI52xIII16x")
+"""The head of a model's file: MAGIC, the size of its vectors, and the numbers of words and labels, of words, and of
+labels."""
+MAGIC = 793712314
+_ENTRY = re.compile(rb"([^\0]*)\0.{9}", re.DOTALL)
+"""A word or label in a model's file, with its count and type. All words come first."""
 DIGITS = 6
 """Decimal places of a score: fastText computes in float32."""
 
@@ -65,7 +67,8 @@ class FastText(Filter):
     def probabilities(self, text: str, labels: int | None = None) -> dict[str, float]:
         """The most probable labels of a text, all by default, and their probabilities; none for a text without
         words."""
-        names, values = loaded(str(self.path)).predict(one_line(text), k=labels or _ALL, threshold=-1.0)
+        names, values = loaded(str(self.path)).predict(one_line(text), k=labels or len(labels_of(str(self.path))),
+                                                       threshold=-1.0)
         return {label.removeprefix(LABEL): float(value) for label, value in zip(names, values, strict=True)}
 
 
@@ -79,30 +82,38 @@ def one_line(text: str) -> str:
 def labels_of(path: str) -> set[str]:
     """The labels of a fastText model, by its file, of which the weights are not read. UserError if it is none."""
     if not _is_complete(path):
-        raise UserError(f"The file {path} is no fastText model with labels: it does not end as one does, so a part may "
-                        f"be missing. Give one that was trained with labels, such as lid.176.ftz for languages.")
+        raise _no_model(path, "it does not begin or end as one does, so a part may be missing")
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        _, count = _HEAD.unpack(data[:_HEAD.size])
-        return {match[1].decode() for match in islice(re.finditer(LABEL.encode() + rb"([^\0]*)\0", data), count)}
+        _, _, entries, words, _ = _HEAD.unpack(data[:_HEAD.size])
+        return {match[1].decode(errors="replace").removeprefix(LABEL)  # no setting can name one that is not UTF-8
+                for match in islice(_ENTRY.finditer(data, _HEAD.size), words, entries)}
+
+
+def _no_model(path: str, why: object) -> UserError:
+    return UserError(f"The file {path} is no fastText model with labels: {why}. Give one that was trained with labels, "
+                     f"such as lid.176.ftz for languages.")
 
 
 @lru_cache(maxsize=2)
 def loaded(path: str) -> Any:
     """A fastText model."""
     import fasttext
-    return fasttext.load_model(path)
+    try:
+        return fasttext.load_model(path)
+    except (ValueError, RuntimeError, MemoryError) as error:
+        raise _no_model(path, error) from None
 
 
 def _is_complete(path: str) -> bool:
-    """Whether a file ends with the matrix of the labels that its beginning announces, plain or quantized. From a part
-    of a model fastText reads without end, or makes a model of zeros."""
+    """Whether a file begins as a model and ends with the matrix of the labels that its beginning announces, plain or
+    quantized. From a part of a model fastText reads without end, or makes a model of zeros."""
     with open(path, "rb") as file:
-        dim, labels = _HEAD.unpack(file.read(_HEAD.size).ljust(_HEAD.size))
+        magic, dim, _, _, labels = _HEAD.unpack(file.read(_HEAD.size).ljust(_HEAD.size))
         quantized = 20 + labels * ((dim + 1) // 2) + 1024 * dim
         shape = struct.pack("<qq", labels, dim)
         end = file.seek(0, os.SEEK_END) - len(shape)
-        return any(os.pread(file.fileno(), len(shape), max(0, end - size)) == shape
-                   for size in (4 * labels * dim, quantized, quantized + labels + 1040))
+        return magic == MAGIC and any(os.pread(file.fileno(), len(shape), max(0, end - size)) == shape
+                                      for size in (4 * labels * dim, quantized, quantized + labels + 1040))
 
 
 class Classifier(FastText):

@@ -119,7 +119,7 @@ def test_a_part_of_a_model_is_refused(tmp_path, quantized):
     for size in (0, 50, 100, len(content) // 2, len(content) - 1):
         path = tmp_path / f"{size}.bin"
         path.write_bytes(content[:size])
-        refused(UserError, "is no fastText model with labels: it does not end as one does", scored, path)
+        refused(UserError, "is no fastText model with labels: it does not begin or end as one does", scored, path)
 
 
 def test_low_scores_are_dropped_with_the_score_and_the_histogram_is_reported(tmp_path):
