@@ -37,6 +37,7 @@ SPECIAL_TOKENS = (*_NAMED, *(f"<|reserved_special_token_{number}|>" for number i
 
 PROMPT_IDS = 200
 """Ids of a document whose first words become a prompt."""
+MOST_PROMPTS = 6
 AT_ONCE = 8
 """Texts whose tokens are in memory as objects of the library, which take 150 times the bytes of the text."""
 NAME = "fastokens"
@@ -140,10 +141,12 @@ class Tokenizer:
         return text
 
     def beginnings(self, sources: Collection[Sequence[NDArray[Any]]]) -> list[str]:
-        """The first words of the first documents of each source, as prompts. sources: the ids of their documents."""
+        """The first words of the first documents of each source, as prompts. Documents without words, and sources
+        after MOST_PROMPTS, have none. sources: the ids of their documents."""
         each = max(1, 3 // max(1, len(sources)))
-        return [" ".join(self.decode(ids[:PROMPT_IDS]).split()[:4])[:40]
-                for documents in sources for ids in islice(documents, each)]
+        prompts = (" ".join(self.decode(ids[:PROMPT_IDS]).split()[:4])[:40]
+                   for documents in sources for ids in islice(documents, each))
+        return [*islice(filter(None, prompts), MOST_PROMPTS)]
 
     def surrounded(self, ids: list[int]) -> list[list[int]]:
         """The ids of a text with BOS before them or not, and with EOS after them or not."""
