@@ -204,8 +204,12 @@ def work(options: argparse.Namespace) -> None:
     target = options.to or Path(f"{_name(options.data)}.yaml")
     corpus, machine = look(options.data), find_machine()
     if target.exists():
-        names = load_config(target, check=False).source_names
-        print(_remarks(corpus) + _sources(corpus, names), end="")
+        there = load_config(target, check=False)
+        known = {path for source in there.shard.sources for path in getattr(source, "paths", ())}
+        if any(known.intersection(own["paths"]) for own in corpus.sources.values()):
+            raise UserError(f"{target} is there already, and reads {options.data}. Give another name with --to, or "
+                            f"remove it.")
+        print(_remarks(corpus) + _sources(corpus, there.source_names), end="")
         raise UserError(f"{target} is there already, and is not changed. To train on {options.data} too, put the lines "
                         f"above at the end of `sources:` in its section `shard:`. A run of it that has begun needs "
                         f"another name (`name:`). For a configuration of its own, give another file with --to.")

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -344,8 +345,9 @@ def test_what_is_added_later_is_read_wherever_it_lies(notes):
 def test_another_folder_s_sources_are_printed_for_a_file_that_is_there(notes, capsys):
     assert main([str(notes)]) == 0
     before = Path("my-notes.yaml").read_text()
-    capsys.readouterr()
     assert main([str(notes)]) == 2
+    assert "my-notes.yaml is there already, and reads" in capsys.readouterr().err
+    assert main([shutil.copytree(notes, "copy/my notes")]) == 2
     out, error = capsys.readouterr()
     assert "# left out: photo.png: " in out and "put the lines above at the end of `sources:`" in error
     Path("my-notes.yaml").write_text(before.replace("  sources:\n", f"  sources:\n{out}"))
