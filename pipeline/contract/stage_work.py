@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,8 @@ PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizer
 
 LOOK_S, LOOK_SHARE = 1.0, 10.0
 """Seconds between looks at what other processes have done, and how many times as long as a look if it takes long."""
+WRITTEN_S = 5
+"""Seconds between looks at what tasks have written."""
 
 
 class DoneElsewhere(Exception):  # noqa: N818 - not an error
@@ -195,13 +197,14 @@ class Work:
         remaining = keys
         void = dict[str, str]()
         progress_record = ProgressRecord(self.folder)
+        began = time.time()
         with ProgressBar(self.name, name, len(tasks), task_word) as progress, \
                 Claims(self.folder / CLAIMS / name) as claims:
 
             def claimed() -> Iterator[Task]:
                 return (task for task in tasks if task.name in remaining and claims.take(keys[task.name], void))
 
-            progress.so_far = partial(_written_so_far, self.folder)
+            progress.so_far = lambda: _written_so_far(self.folder, began, time.time() // WRITTEN_S)
             while True:
                 looked_at = time.monotonic()
                 made_before = self.made
@@ -318,11 +321,17 @@ class Work:
         return {**known, "files": known["files"] | {record["name"]: record["sha256"] for record in files}}
 
 
-def _written_so_far(folder: Path) -> str:
-    """How much the first tasks have written: one may take an hour."""
-    with suppress(OSError):  # they end meanwhile
-        return f"  {readable(sum(path.stat().st_size for path in folder.rglob('*.tmp')))} written"
-    return ""
+@lru_cache(maxsize=1)
+def _written_so_far(folder: Path, since: float, look: float) -> str:
+    """How much the first tasks have written since a time, for one may take an hour. look: another one reads the folder
+    again."""
+    size = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # its task ends meanwhile
+                if name.endswith(".tmp") and (status := Path(place, name).stat()).st_mtime >= since:
+                    size += status.st_size
+    return f"  {readable(size)} written"
 
 
 def processes(config: Config) -> int:

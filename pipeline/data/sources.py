@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import shlex
 import sysconfig
 from collections import defaultdict
 from collections.abc import Sequence
@@ -167,8 +168,9 @@ def matching(name: str, patterns: Sequence[str], exclude: Sequence[str] = ()) ->
                             f"({first(sorted(broken))}). Fetch what they name (`git annex get`, `dvc pull`), or remove "
                             f"them.")
         elif not files and (there or not matched):
-            problems.append(f"source {name}: {pattern} is a folder. Name the files in it (`drover init {pattern}` "
-                            f"shows how), as in {PurePath(pattern)}/**/*.ENDING." if full.is_dir() else
+            problems.append(f"source {name}: {pattern} is a folder. Name the files in it (`drover init "
+                            f"{shlex.quote(pattern)}` shows how), as in {PurePath(pattern)}/**/*.ENDING."
+                            if full.is_dir() else
                             f"source {name}: no file matches {pattern} (looked for {full}). Correct `paths`.")
         result.update(dict.fromkeys(files))
     own = once(path for path in result if isinstance(path, Path))
