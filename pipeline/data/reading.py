@@ -210,7 +210,8 @@ def _document(source: Source, name: str, place: Place, record: Any, limit: Limit
     none = Rejection(source.name, name, place, "", lost_bytes=0 if file is None else file.current())
     if isinstance(record, Page):
         own = record.meta.get(getattr(source, "id_field", None) or "")
-        document = Document("", source.name, str(own or where), record.meta, place=where if own else "")
+        meta = {**dict.fromkeys(getattr(source, "meta_fields", ())), **record.meta}
+        document = Document("", source.name, str(own or where), meta, place=where if own else "")
         return Waiting(document, record, replace(none, url=record.meta.get("url", "")))
     try:
         if isinstance(source, StdlibSource) or isinstance(record, PlainText):
