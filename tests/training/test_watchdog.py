@@ -1,13 +1,18 @@
 """What may take long between two steps is no hang: on a clock that the tests turn."""
 
+from collections import defaultdict
 from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
 
 import pytest
+import torch
 
+from drover.model.llama import Llama
 from drover.pipeline.config.training import FIRST, TrainConfig
+from drover.pipeline.training.checkpoints import AsyncSaver
 from drover.pipeline.training.monitor import Samples
 from drover.pipeline.training.watchdog import STEP_S, Watchdog
+from tests.stages.here import run_here
 
 LIMIT = 600.0
 
@@ -56,3 +61,23 @@ def test_a_quick_rank_is_not_taken_to_hang_while_it_waits_for_a_slow_one(tmp_pat
     with dog.paused(lambda: waited.append(hangs(dog, 4 * LIMIT))):
         waited.append(hangs(dog, 4 * LIMIT))
     assert waited == [False, False] and hangs(dog, 2 * LIMIT)
+
+
+def test_looking_and_saving_for_longer_than_the_limit_is_no_hang(fresh, monkeypatch):
+    """A save, and waiting for it, takes four times as long; a pass that measures or draws nearly as long."""
+    dogs, seen = [], defaultdict(set)
+    monkeypatch.setattr(Watchdog, "__enter__", lambda dog: dogs.append(dog) or dog)  # no thread watches
+
+    def lasting(owner, name, limits):
+        plain = getattr(owner, name)
+
+        def late(*given, **named):
+            if name != "forward" or not torch.is_grad_enabled():
+                seen[name].add(hangs(dogs[0], limits * LIMIT))
+            return plain(*given, **named)
+        monkeypatch.setattr(owner, name, late)
+    lasting(AsyncSaver, "save", 4)
+    lasting(AsyncSaver, "wait", 4)
+    lasting(Llama, "forward", 0.9)
+    assert run_here("train", fresh) == 0
+    assert seen == {name: {False} for name in ("save", "wait", "forward")}
