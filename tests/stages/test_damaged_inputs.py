@@ -112,6 +112,19 @@ def hold_back(patch, ready):
 
 
 @pytest.mark.slow
+def test_what_was_saved_before_a_later_start_stays(trained, refused):
+    """That start compared all shards that it read. The message names its checkpoint."""
+    here, folder = reusing(trained, "again"), train_folder(trained, "again")
+    assert run_here("train", trained, *here, "train.steps=6") == 0
+    path = min((trained.parent / "runs/mini/encode/train").glob("*.arrow"))
+    with flipped(path):
+        refused(trained, "train", path, *here, "--accept-changes")
+        assert f"The newest checkpoint is {folder}/checkpoints/step-00000006." in read_state(folder).reason
+        assert [step.name for step in complete_checkpoints(folder)][-1] == "step-00000006"
+        assert run_here("train", trained, *here, "--accept-changes", "train.shard_checks=false") == 0
+
+
+@pytest.mark.slow
 def test_a_downloaded_shard_that_is_damaged_on_its_node(trained, refused, tmp_path):
     """The steps read it, not the stage's own file."""
     encode, url = trained.parent / "runs/mini/encode", f"file://{tmp_path}/store"
