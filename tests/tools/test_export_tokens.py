@@ -85,6 +85,13 @@ def test_datasets_reads_the_export_for_it(run, tmp_path, exported, arguments, mo
         run, "train", "web")]
 
 
+def test_datasets_reads_the_token_shards_themselves(run, tmp_path):
+    rows = datasets.load_dataset("arrow", data_files=str(run / "encode/train/web-*.arrow"), split="train",
+                                 cache_dir=str(tmp_path))
+    assert [(row["key"].hex(), row["bytes"], row["tokens"]) for row in rows] == [
+        (key, size, tokens.tolist()) for key, size, tokens in documents_of(run, "train", "web")]
+
+
 def test_a_file_that_does_not_hold_what_was_written_is_refused(run, tmp_path, exported, monkeypatch):
     monkeypatch.setattr(token_export, "_write", lambda content, path, inner=token_export._write: inner(
         content, path)[::-1])
