@@ -19,11 +19,13 @@ from drover.pipeline.config.training import tokens_text
 from drover.pipeline.contract.run import Run
 from drover.pipeline.core import errors
 from drover.pipeline.core.errors import AbsentInputError, UserError
+from drover.pipeline.data import extraction
 from drover.pipeline.data.sources import input_files
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from drover.tools import survey
 from drover.tools.init import look, main, propose
 from tests.conftest import REPOSITORY
+from tests.data.reading.test_pages import ENDLESS
 from tests.data.reading.test_pdf import DRAWINGS, FERRY
 from tests.data.reading.test_warc import archive
 from tests.data.source_files import COMPRESS, batch, config_of, files_source, lines, write_batches
@@ -126,12 +128,16 @@ def test_what_is_proposed_for_any_folder_runs_and_the_rest_is_named(tmp_path, mo
 
 
 def test_pages_are_taken_if_what_reads_them_is_installed(tmp_path, monkeypatch, capsys):
+    """Also where a page hangs what reads it."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(survey, "SECONDS", 0.5)
+    monkeypatch.setattr(extraction, "SECONDS", 1.0)
     Path("web").mkdir()
     for number in range(30):
         Path(f"web/{number}.html").write_text(f"<html><title>a</title><p>{wide(number)}")
-    Path("web/a.warc.gz").write_bytes(archive(*[(f"{number}", f"<p>{wide(number)}".encode(), "text/html", {})
-                                                for number in range(50, 55)]))
+    Path("web/a.warc.gz").write_bytes(archive(*[
+        (f"{number}", f"{ENDLESS * (number == 51)}<p>{wide(number)}".encode(), "text/html", {})
+        for number in range(50, 55)]))
     Path("web/a.pdf").write_bytes(FERRY)
     Path("web/scan.pdf").write_bytes(DRAWINGS)
     Path("web/late.docx").write_bytes(b"PK")
@@ -140,6 +146,7 @@ def test_pages_are_taken_if_what_reads_them_is_installed(tmp_path, monkeypatch, 
     Path("web/fields.jsonl").write_bytes(lines([{"html": f"<html><p>{wide(number)}", "url": f"/{number}"}
                                                          for number in range(60, 65)]))
     output = printed(capsys, main, "web")
+    assert "its text is not found within 0.5 s of CPU time" in output
     assert "scan.pdf: none of its 2 pages holds text" in output and "  late.docx: an office file; " in output
     assert "notes.ipynb: a notebook; convert it" in output and "login.env: settings for a shell" in output
     proposed = Path("web.yaml").read_text()
@@ -148,7 +155,7 @@ def test_pages_are_taken_if_what_reads_them_is_installed(tmp_path, monkeypatch, 
     assert "text_field: html\n      html: fields\n      meta_fields:\n      - url\n" in proposed
     run_here("shard", "web.yaml", "launch.processes=1", "shard.filters=[]", "shard.near_duplicates=null")
     counts = Run(load_config("web.yaml")).finished("shard").counts
-    assert (counts["documents_in"], counts["rejected"], counts["files"]["in"]) == (42, 1, 34)
+    assert (counts["documents_in"], counts["rejected"], counts["files"]["in"]) == (42, 2, 34)
     monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "resiliparse" else find_spec(name))
     refused(UserError, "HTML: its text needs the package resiliparse, which is not installed here: `pip install",
             look, Path("web"))
