@@ -18,6 +18,7 @@ from drover.pipeline.core.files import read_lines
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from tests.conftest import run_stage
 from tests.cut_off import cut_off_stage
+from tests.data.filters.test_kinds import ENGLISH, GERMAN, TWO
 from tests.data.source_files import write_jsonl
 from tests.dirty_corpus import every_pass, write_dirty
 from tests.stages.here import run_here
@@ -113,6 +114,16 @@ def test_documents_that_are_html_pages_are_counted_and_printed(tmp_path, capsys)
     filters = [{"kind": "length", "min_words": 9}]
     assert run(write_config(tmp_path, sources[:1], filters=filters), "name=b") == 2
     assert "2 of 40 documents begin as HTML pages" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_language_of_which_other_filters_leave_nothing_is_named(tmp_path):
+    pytest.importorskip("fasttext", reason="of the extra `clean`")
+    write_jsonl(tmp_path / "a.jsonl", [{"text": f"{own} {row}"} for row in range(20) for own in (ENGLISH, GERMAN)])
+    config = write_config(tmp_path, [files_source("a", tmp_path / "a.jsonl")], validation_share=0.2, filters=[
+        {"kind": "language", "path": str(TWO), "languages": ["en", "de", "fr"]},
+        {"kind": "language", "name": "strict", "path": str(TWO), "languages": ["en"]}])
+    assert "warning: source a: other filters drop all documents in de that the filter language keeps; " in str(
+        finished(config).counts["remarks"]["a"])
 
 
 def test_a_source_of_which_more_than_half_is_dropped_is_named_with_the_reasons(tmp_path, capsys):
