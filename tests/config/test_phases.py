@@ -8,6 +8,7 @@ from drover.pipeline.config.phases import PhasePlan, only_phases_differ, with_la
 from drover.pipeline.config.training import TrainConfig, read_tokens, tokens_text
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.training.checkpoints import plan_changes
 from drover.pipeline.training.optimizers import planned_rate
 from tests.config.files import refusal
 from tests.refusal import table
@@ -121,6 +122,16 @@ def test_a_phase_that_speaks_of_its_rate_begins_a_curve():
     assert rates[20] == 0.005 and rates[29] == 0 and rates[24] == pytest.approx(0.005 * 5 / 9)
     assert rates[30:34] == [0.0005, 0.001, 0.0015, 0.002] and set(rates[34:40]) == {0.002}
     assert rates[40] == 0.002 and rates[49] == pytest.approx(0.001) and rates[40:] == sorted(rates[40:], reverse=True)
+
+
+def test_phases_that_are_gone_and_other_chunks_are_changes_to_the_past():
+    two = [{"until": 10_240, "mixture": {"web": 1}}, {"until": 20_480}]
+    longer = [*two, {"until": 90_000, "sequence_length": 256}]
+
+    def changes(phases, **train):
+        return [text for has_started, text in plan_changes(plan(two), plan(phases, **train), 15) if has_started]
+    assert changes(two[:1])[0].startswith("train.phases[1] is gone (phase 2")
+    assert "set train.grain_tokens to 64" in changes(longer)[0] and changes(longer, grain_tokens=64) == []
 
 
 def test_other_phases_alone_need_no_force(load):
