@@ -50,6 +50,16 @@ def test_every_token_is_on_one_rank_in_chunks_that_cut_each_document_evenly(row)
             result.places[rank].tolist()
 
 
+def test_work_is_within_5_percent_of_even():
+    """As docs/parallelism.md says; also where documents are equal, of one token, or short after a long one."""
+    ends = np.cumsum(np.random.default_rng(0).lognormal(np.log(100), 1.2, 512).astype(int) + 1)
+    rows = [np.diff([0, *ends[ends < 512], 512]), [384, *[1] * 128],
+            *([*[size] * (512 // size), *[512 % size] * (512 % size > 0)] for size in (1, 3, 13, 100, 512))]
+    for row in rows:
+        pairs = np.array(work(row, 8))
+        assert (abs(pairs / pairs.mean() - 1) <= 0.05).all()
+
+
 def test_a_row_that_does_not_come_out_even_is_refused():
     refused(ValueError, "A row of 7 tokens cannot be split evenly over 2 ranks", plan, (3, 4), 2)
 
