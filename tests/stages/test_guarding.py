@@ -65,10 +65,11 @@ def test_training_whose_every_update_was_skipped_is_not_done(fresh):
 
 
 @pytest.mark.slow
-def test_deepspeed_skips_what_fsdp2_skips(fresh):
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_skips_what_fsdp2_skips(fresh, stage):
     """Skipped updates leave weights and moments as they were, also where DeepSpeed calls the optimizer."""
     settings = ["train.guards.spike=skip", "train.guards.spike_min_history=4", "train.precision=fp32"]
-    for more in (["name=torch"], ["parallel.engine=deepspeed", "parallel.zero_stage=3"]):
+    for more in (["name=torch"], ["parallel.engine=deepspeed", f"parallel.zero_stage={stage}"]):
         run_with_faults(fresh, "nan:rank=1,step=5;spike:rank=0,step=9,factor=60", *settings, *more, ranks=2)
     ours, expected = ([record for record in lines(fresh, name) if record["step"] != 5] for name in ("mini", "torch"))
     assert [record["step"] for record in lines(fresh) if "skipped" in record] == [5, 9]
