@@ -1,4 +1,4 @@
-"""Measure training steps of one GPU, in nine minutes and in the order of what they tell, compared with transformers.
+"""Measure training steps of one GPU, in nine minutes, the most important first, compared with transformers.
 
     python -m benchmarks.gpu --to rows.jsonl
     python -m benchmarks.gpu --only "8b, documents" transformers --layers 4

@@ -153,21 +153,21 @@ def our_step(config: Config, ranks: Ranks) -> Callable[[], None]:
     data = batch(config, plan.micro_batch * plan.accumulation)
     targets = torch.tensor(plan.tokens, dtype=torch.float64)
 
-    begun = False
+    queued = False
 
     def read() -> None:
         result = engine.result()
         assert result.applied, result
 
     def step() -> None:
-        nonlocal begun
+        nonlocal queued
         engine.compute(data.split(plan.micro_batch), plan.accumulation, targets)
-        if begun and engine.queues:
+        if queued and engine.queues:
             read()
         engine.update(1e-5, StepLimits())
         if not engine.queues:
             read()
-        begun = True
+        queued = True
     return step
 
 

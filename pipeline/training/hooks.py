@@ -54,7 +54,7 @@ class Hook:
 
     def votes(self, loop: Loop) -> Sequence[float]:
         """Numbers that are summed over all ranks before each step, `loop.next_step`, always the same count. All hooks
-        share one all-reduce. After a rollback they are asked again, without `on_votes` in between: keep a request until
+        share one all-reduce. After a rollback it is called again, without `on_votes` in between: keep a request until
         then."""
         return ()
 
