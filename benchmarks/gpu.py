@@ -36,14 +36,14 @@ def _long(preset: ModelConfig) -> ModelConfig:
 
 TINY = ModelConfig(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=128, vocab_size=512, context_length=256)
 D12 = ModelConfig(dim=768, layers=12, heads=6, kv_heads=6, ffn_dim=2048, vocab_size=32_768, context_length=2048)
-SMALL = ModelConfig(dim=384, layers=6, heads=6, kv_heads=3, ffn_dim=1088, vocab_size=512, context_length=256)
+SMALL = ModelConfig(dim=384, layers=6, heads=6, kv_heads=3, ffn_dim=1088, vocab_size=640, context_length=256)
 CAUSAL = {"train.across_documents": True}
 EAGER = {"train.compile": False}
 MUON = {"train.optimizer": "muon"}
 OF_D12 = CAUSAL | {"model": D12, "train.micro_batch": 32}
 CASES = [
     Case("d12", OF_D12, sequences=32),
-    Case("10m", CAUSAL | {"model": SMALL, "tokenizer.vocab_size": 512, "train.micro_batch": 64}, sequences=64),
+    Case("10m", CAUSAL | {"model": SMALL, "tokenizer.vocab_size": 640, "train.micro_batch": 64}, sequences=64),
     Case("1b, documents", {"model": _long(PRESETS["llama3.2_1b"])}),
     Case("8b", CAUSAL),
     Case("8b, fp8 tensorwise", CAUSAL | {"train.precision": "fp8", "train.fp8_recipe": "tensorwise"}),
