@@ -1,6 +1,7 @@
 """What goes wrong while training is noticed and dealt with: faults are injected into real runs."""
 
 import os
+import re
 import shutil
 import time
 
@@ -86,8 +87,8 @@ def test_a_flipped_bit_in_a_copy_is_found_and_named(fresh):
     result = run_with_faults(fresh, "flip:rank=1,step=6", *settings, ranks=3, expect=1)
     assert "bit 22 of element" in result.stdout
     assert all(text in result.stderr for text in ("since step 5", "rank 1 on ", "differs from rank 0 on "))
-    # On a busy machine other ranks may print it too, with their number, before they are ended.
-    assert result.stderr.count("train stops here: Training stopped in step 8") == 1
+    # Which ranks print it before they are ended is chance; those other than 0 do with their number.
+    assert re.search(r"train stops here(?: on rank \d)?: Training stopped in step 8", result.stderr)
     assert not list((train_folder(fresh) / "checkpoints").glob("step-*"))
     run_with_faults(fresh, "flip:rank=1,step=6", *settings, ranks=3)
     assert curve(fresh) == curve(fresh, "whole")
