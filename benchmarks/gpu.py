@@ -64,7 +64,7 @@ CASES = [
 
 def add_own_options(parser: Parser) -> None:
     """The options."""
-    add_options(parser, CASES)
+    add_options(parser, CASES, minutes=9.0)
     parser.add_argument("--layers", type=int, default=8, help="layers of Llama 3 8B (%(default)s)")
     parser.add_argument("--tiny", action="store_true", help="a small model, also on a CPU")
 

@@ -49,8 +49,8 @@ Row = dict[str, Any]
 class Case:
     """A training step to be measured.
 
-    settings: values by `section.key`. library: transformers' step at the same shape, not ours. sequences: of a step, if
-        the settings do not say it.
+    settings: values by `section.key`. library: transformers' step at the same shape, not ours. sequences: in a step,
+        where only the GPU's cases differ.
     """
 
     name: str
@@ -60,13 +60,13 @@ class Case:
     sequences: int = 1
 
 
-def add_options(parser: Parser, cases: Sequence[Case]) -> None:
-    """The options of benchmarks of training steps."""
+def add_options(parser: Parser, cases: Sequence[Case], minutes: float = 1440.0) -> None:
+    """The options of benchmarks of training steps. minutes: after which no case begins, by default."""
     names = [case.name for case in cases]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CASE",
                         help=f"measure these: {'; '.join(names)} (default: all)")
     parser.add_argument("--to", type=Path, metavar="FILE", help="also add each row to this file, as JSON")
-    parser.add_argument("--minutes", type=float, default=9.0, help="begin no case later (default %(default)s)")
+    parser.add_argument("--minutes", type=float, default=minutes, help="begin no case later (default %(default)s)")
     parser.add_argument("--in-process", action="store_true", help="measure one in this process, and print JSON")
 
 
@@ -152,22 +152,20 @@ def our_step(config: Config, ranks: Ranks) -> Callable[[], None]:
                                drawn(config.model, 0))
     data = batch(config, plan.micro_batch * plan.accumulation)
     targets = torch.tensor(plan.tokens, dtype=torch.float64)
-
-    queued = False
-
-    def read() -> None:
-        result = engine.result()
-        assert result.applied, result
+    is_queued = False
 
     def step() -> None:
-        nonlocal queued
-        engine.compute(data.split(plan.micro_batch), plan.accumulation, targets)
-        if queued and engine.queues:
-            read()
-        engine.update(1e-5, StepLimits())
+        nonlocal is_queued
         if not engine.queues:
-            read()
-        queued = True
+            result = engine.step(data.split(plan.micro_batch), plan.accumulation, plan.tokens, 1e-5, StepLimits())
+            assert result.applied, result
+            return
+        engine.compute(data.split(plan.micro_batch), plan.accumulation, targets)
+        if is_queued:
+            result = engine.result()
+            assert result.applied, result
+        engine.update(1e-5, StepLimits())
+        is_queued = True
     return step
 
 

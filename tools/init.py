@@ -211,8 +211,8 @@ def work(options: argparse.Namespace) -> None:
                             f"remove it.")
         print(_remarks(corpus) + _sources(corpus, there.source_names), end="")
         raise UserError(f"{target} is there already, and is not changed. To train on {options.data} too, put the lines "
-                        f"above at the end of `sources:` in its section `shard:`. A run of it that has begun needs "
-                        f"another name (`name:`). For a configuration of its own, give another file with --to.")
+                        f"above at the end of `sources:` in its section `shard:`. If it was run before, give it "
+                        f"another `name:`. For a configuration of its own, give another file with --to.")
     rate = training_rate(machine)
     ranks = 1 if machine.gpus else min(MOST_RANKS, 2 ** int(math.log2(machine.cores)))
     proposal = propose(corpus, rate, options.minutes, options.params, ranks)

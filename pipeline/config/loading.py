@@ -512,11 +512,11 @@ def _located(problem: ErrorDetails, tree: Tree) -> tuple[str, str, list[str]]:
     path: list[Any] = []
     known: list[str] = []
     sections: list[type[BaseModel]] = [Config]
-    *_, last = problem["loc"]
     for part in problem["loc"]:
         if isinstance(value, list) and isinstance(part, int):
             value = value[part]
-        elif isinstance(value, dict) and (part in value or (problem["type"] == "missing" and part == last)):
+        elif isinstance(value, dict) and (
+                part in value or (problem["type"] == "missing" and part == problem["loc"][-1])):
             fields = _fields(sections, value.get("kind"))
             known = [*fields]
             sections = sections_in(fields[part].annotation) if part in fields else []

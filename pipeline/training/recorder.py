@@ -34,7 +34,7 @@ from drover.pipeline.training.sinks import TrainingLog, open_log
 
 LEGEND = ("each line: loss, nats per token, falls as the model learns; ETA, time left; tok/s, tokens per second; "
           "grad, norm of the gradient; lr, learning rate")
-"""Of the lines of steps."""
+"""Explains the lines of steps, before the first."""
 
 
 def summary_lines(config: Config, model: ModelConfig, batches: StepBatches, precision: str) -> list[str]:

@@ -168,7 +168,7 @@ SUITES = {"core": 19, "olmes": 10}
 
 @pytest.mark.slow
 def test_every_task_of_the_suites_equals_hf(hub, tmp_path, export, monkeypatch):  # noqa: F811
-    """Of the subjects of MMLU, which differ in their names alone, three."""
+    """Only three of MMLU's subjects are compared: they differ in nothing but their names."""
     suites = chosen(tmp_path / "data", *SUITES)
     subjects = {name: task.configuration for name, task in suites.tasks.items() if task.dataset == "cais/mmlu"}
     monkeypatch.setitem(KINDS, "cais/mmlu", dict.fromkeys(subjects.values(), MMLU))

@@ -28,7 +28,7 @@ class Site(Filter):
     """If there are any, pages of all other domains are dropped, and those without a URL: [edu, example.org]."""
     field: str = "url"
     """The field of the document's metadata that holds the URL. Pages of WARC files have `url`; other sources need it
-    in `meta_fields`, also HTML files, of which some do not name it."""
+    in `meta_fields`. So do HTML files if some of them do not name theirs."""
 
     @model_validator(mode="after")
     def _names_some(self) -> Self:
